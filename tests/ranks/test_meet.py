@@ -86,6 +86,23 @@ def one_fails(call: Call, rank: int) -> Any:
     return dict(meet.meet(call, COUNTING, call.attempt(lambda value: value + 1, own)))
 
 
+def set_in_contexts(call: Call, rank: int) -> Any:
+    with call.guard() as own:
+        own.set(5 * rank)
+    with call.guard() as twice:
+        twice.set(2 * own.value)
+    return dict(meet.meet(call, COUNTING, twice))
+
+
+def one_context_fails(call: Call, rank: int) -> Any:
+    with call.guard("w") as own:
+        own.set(failing(rank) if rank == 2 else rank)
+    with call.guard() as twice:
+        # What failed is no second problem where its value is read.
+        twice.set(2 * own.value)
+    return dict(meet.meet(call, COUNTING, twice))
+
+
 def many_fail(call: Call, rank: int) -> Any:
     with call.guard():
         if rank:
@@ -180,6 +197,8 @@ CASES = [
     Case(decided, [6] * WORLD),
     Case(each, [0, None, 4, 9]),
     Case(one_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
+    Case(set_in_contexts, [{0: 0, 1: 10, 2: 20, 3: 30}] * WORLD),
+    Case(one_context_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
     Case(many_fail, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
     Case(no_second_word, f"{HEAD.format(1)}\n  rank 1: the text stands alone"),
     Case(heard_before, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),

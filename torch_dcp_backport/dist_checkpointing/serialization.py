@@ -5,8 +5,9 @@ Signatures, positional order and results are those of megatron.core.dist_checkpo
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -16,12 +17,13 @@ from torch_dcp_backport.dist_checkpointing._src import commit, report
 from torch_dcp_backport.dist_checkpointing._src import load as engine
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
-from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load, boxed
+from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
-from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.offers import either_order, refusing
 from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA, LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import boxed
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -35,7 +37,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
-    either_order,
     refuse_strategies,
     sharing_groups,
 )
@@ -46,7 +47,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     read_digests,
     table_of,
 )
-from torch_dcp_backport.transfer import Group, gc_context
+from torch_dcp_backport.transfer import Attempt, Group, gc_context
 
 __getattr__ = refusing(__name__, "get_default_save_common_strategy", ": the common state needs no strategy")
 
@@ -124,13 +125,6 @@ def save(
         >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
         tensor([0, 1, 2, 3])
     """
-
-    def make() -> ShardedStateDict:
-        refuse_strategies(sharded_strategy, common_strategy, called="save")
-        if async_sharded_save:
-            refuse_processes(async_strategy)
-        return sharded_state_dict
-
     options = SaveOptions(
         validate_access_integrity,
         content_metadata,
@@ -141,10 +135,13 @@ def save(
         strict_common=strict_common,
         preprocess=preprocess_common_before_consistancy_check,
     )
-    if async_sharded_save:
-        return begin_made(make, checkpoint_dir, options)
-    save_made(make, checkpoint_dir, options)
-    return None
+    requests: list[AsyncRequest] = []
+    with saving(checkpoint_dir, options, requests if async_sharded_save else None) as state:
+        refuse_strategies(sharded_strategy, common_strategy, called="save")
+        if async_sharded_save:
+            refuse_processes(async_strategy)
+        state.set(sharded_state_dict)
+    return requests[0] if requests else None
 
 
 def refuse_processes(async_strategy: Optional[str]) -> None:
@@ -160,29 +157,39 @@ def refuse_processes(async_strategy: Optional[str]) -> None:
         )
 
 
-def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
-    """Save a state dict that is made inside the call: an error in `make` is raised on every rank."""
+@contextlib.contextmanager
+def saving(
+    checkpoint_dir: Folder, options: SaveOptions, requests: Optional[list[AsyncRequest]] = None
+) -> Iterator[Attempt[ShardedStateDict]]:
+    """Save the state dict that is set in the context; what fails there is raised on every rank. Collective.
+
+        with saving(folder, options) as state:
+            state.set({"w": part, "step": 1})
+
+    Args:
+        checkpoint_dir, options: of the save.
+        requests: gets the request of a save in the background, which is begun at the end of the context; None
+            saves there at once.
+
+    Returns:
+        The attempt to make this rank's state dict, to be set.
+
+    Raises:
+        CheckpointingException: as `save`.
+    """
     clock = report.Clock()
     with gc_context(), options.begin() as call:
-        output = save_together(call, call.attempt(saving_from, make, checkpoint_dir, options))
-        report.close_save(call.tally, output, clock.stop())
-
-
-def begin_made(
-    make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
-) -> AsyncRequest:
-    """Begin the save of `save_made` in the background."""
-    clock = report.Clock()
-    with gc_context(), options.begin() as call:
-        saving = call.attempt(saving_from, make, checkpoint_dir, options)
-        save = begin_save(call, saving, options.process_group, clock)
-    return AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,))
-
-
-def saving_from(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> Saving:
-    """Return this rank's part of a save."""
-    # The working directory may be another when a save in the background ends.
-    return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
+        with call.guard() as state:
+            yield state
+        with call.guard() as own:
+            # The working directory may be another when a save in the background ends.
+            own.set(saving_of(split(state.value), Path(checkpoint_dir).absolute(), options))
+        if requests is None:
+            output = save_together(call, own)
+            report.close_save(call.tally, output, clock.stop())
+        else:
+            save = begin_save(call, own, options.process_group, clock)
+            requests.append(AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,)))
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
@@ -269,64 +276,99 @@ def load(
         >>> new
         tensor([0, 1, 2, 3])
     """
-
-    def make(_: Opened) -> ShardedStateDict:
-        refuse_strategies(sharded_strategy, common_strategy, called="load")
-        if not isinstance(read_together, bool):
-            got = f"a {type(read_together).__name__}"
-            raise CheckpointingException(f"read_together={read_together!r}: expected a bool, got {got}")
-        return sharded_state_dict
-
     shared_in = sharing_groups(sharded_strategy)
     if read_together and not shared_in and dist.is_initialized():
         shared_in = (process_group,)
     options = LoadOptions(
         validate_access_integrity, strict, trust, process_group, shared_in, verify_integrity
     )
-    return load_made(make, checkpoint_dir, options)
+    with loading(checkpoint_dir, options) as load:
+        refuse_strategies(sharded_strategy, common_strategy, called="load")
+        if not isinstance(read_together, bool):
+            got = f"a {type(read_together).__name__}"
+            raise CheckpointingException(f"read_together={read_together!r}: expected a bool, got {got}")
+        load.ask(sharded_state_dict)
+    return load.result
 
 
-def load_made(
-    make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
-) -> Any:
-    """Load into a state dict that is made inside the call: an error in `make` is raised on every rank."""
+class LoadUnderWay:
+    """A load whose checkpoint is open: what it asks for, and then its result."""
+
+    def __init__(self, opened: Attempt[Opened], asked: Attempt[ShardedStateDict]) -> None:
+        self._opened, self._asked = opened, asked
+        #: As `load` returns it, after the context.
+        self.result: Any = None
+
+    @property
+    def checkpoint(self) -> Opened:
+        """The checkpoint, within the context."""
+        return self._opened.value
+
+    def ask(self, sharded_state_dict: ShardedStateDict) -> None:
+        """Say what is loaded."""
+        self._asked.set(sharded_state_dict)
+
+    def end(self, result: Any) -> None:
+        """Keep the result alone."""
+        self._opened, self._asked = Attempt(), Attempt()
+        self.result = result
+
+
+@contextlib.contextmanager
+def loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderWay]:
+    """Load what is asked for in the context; what fails there is raised on every rank. Collective.
+
+        with loading(folder, options) as load:
+            load.ask({"w": part})
+        step = load.result["step"]
+
+    Args:
+        checkpoint_dir, options: of the load.
+
+    Returns:
+        The load, with the open checkpoint in the context, and the result after it.
+
+    Raises:
+        CheckpointingException: as `load`.
+    """
     # Objects that only the load needs are gone when the collector may look at them.
-    with gc_context():
-        return _load_made(make, checkpoint_dir, options)
+    with gc_context(), _loading(checkpoint_dir, options) as load:
+        yield load
 
 
-def alike_in(mode: StrictHandling, is_hashed: bool) -> dict[str, str]:
-    """Return what the ranks of a load must have said alike, for it decides what they do together."""
-    return {"strict": mode.value, "verify_integrity": str(bool(is_hashed))}
-
-
-def _load_made(
-    make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
-) -> Any:
+@contextlib.contextmanager
+def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderWay]:
     clock = report.Clock()
     with begin(CANNOT_LOAD, "load", options.process_group, is_alone=options.is_alone) as call:
-        folder = call.attempt(Path, checkpoint_dir)
-        mode = call.attempt(parse_strict_flag, options.strict)
-        same = call.attempt(alike_in, mode, options.is_hashed)
+        with call.guard() as folder:
+            folder.set(Path(checkpoint_dir))
+        with call.guard() as same:
+            mode = parse_strict_flag(options.strict)
+            # It decides on what the ranks do together.
+            same.set({"strict": mode.value, "verify_integrity": str(bool(options.is_hashed))})
         checkpoint = engine.open_together(call, folder, same)
         if options.is_hashed:
             digests = read_digests(call, folder.value)
             check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
-        parts = call.attempt(lambda opened: split(make(opened)), checkpoint)
-        loading = call.attempt(
-            Loading, call, checkpoint, parts, mode, options.trust, options.shared_in, options.has_common
-        )
-        if mode.error is None and mode.value is StrictHandling.ASSUME_OK_UNEXPECTED:
+        with call.guard() as asked:
+            load = LoadUnderWay(checkpoint, asked)
+            yield load
+        with call.guard() as own:
+            parts, shared_in = split(asked.value), options.shared_in
+            own.set(
+                Loading(call, checkpoint.value, parts, mode, options.trust, shared_in, options.has_common)
+            )
+        if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
             call.kind = PlanRefused
-        missing = agree_on_load(call, loading, options.is_checked)
+        missing = agree_on_load(call, own, options.is_checked)
         call.kind = CheckpointingException
-        loaded = loading.value
-        result = loaded.read()
+        loaded: Loading = own.value
+        result: Any = loaded.read()
         reader = loaded.reader
         report.close(call.tally, loaded.records, reader.bytes_read, reader.files, clock.stop())
-    if StrictHandling.requires_returning_mismatch_keys(mode.value):
-        return result, missing, loaded.unexpected
-    return result
+    if StrictHandling.requires_returning_mismatch_keys(mode):
+        result = result, missing, loaded.unexpected
+    load.end(result)
 
 
 def load_common_state_dict(checkpoint_dir: Folder, *, trust: bool = False) -> StateDict:
@@ -458,7 +500,9 @@ def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -
         tensor([0, 1, 2, 3])
     """
     options = LoadOptions(is_checked=False, process_group=process_group)
-    return load_made(lambda checkpoint: dict(tensors_in(checkpoint)), checkpoint_dir, options)  # type: ignore[no-any-return]
+    with loading(checkpoint_dir, options) as load:
+        load.ask(dict(tensors_in(load.checkpoint)))
+    return load.result  # type: ignore[no-any-return]
 
 
 def load_content_metadata(

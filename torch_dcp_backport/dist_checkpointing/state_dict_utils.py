@@ -170,15 +170,15 @@ def kept_of(x: Any, keeps: Callable[[Any], bool]) -> Any:
     return list(kept.values()) if isinstance(x, list) and len(kept) == len(x) else kept
 
 
-def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
-    """Return the result of a load: the checkpoint's common values, and `loaded` of the parts asked for.
+def assembled(asked: Any, common: Any, loaded: Mapping[int, Any]) -> Any:
+    """Return the result of a load: the checkpoint's common values, and the values of the parts asked for.
 
     A list keeps its places, with NOTHING for values that are left out: `closed_up` takes that away.
 
     Args:
         asked: a structure; its leaves that are neither sharded nor local do not count.
         common: the common values of the checkpoint; NOTHING where there are none.
-        loaded: a sharded part -> its value; NOTHING where it is left out.
+        loaded: id of a sharded part -> its value; without parts that are left out.
     """
     if is_branch(asked) and isinstance(asked, dict):
         result = dict(common) if isinstance(common, dict) else {}
@@ -200,7 +200,7 @@ def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
         return parts if is_there or not asked or isinstance(common, list) else NOTHING
     if isinstance(asked, LocalNonpersistentObject):
         return asked.unwrap()
-    return loaded(asked) if isinstance(asked, ShardedBase) else common
+    return loaded.get(id(asked), NOTHING) if isinstance(asked, ShardedBase) else common
 
 
 def closed_up(x: Any) -> Any:

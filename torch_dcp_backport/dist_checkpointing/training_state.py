@@ -23,8 +23,8 @@ from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, Shar
 from torch_dcp_backport.dist_checkpointing.serialization import (
     CANNOT_LOAD,
     full_tensor_of,
-    load_made,
-    save_made,
+    loading,
+    saving,
 )
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.state_dict import (
@@ -64,10 +64,13 @@ def sharded_state_dict(
         CheckpointingException: ranks have the same parameter with different options.
     """
     with begin("cannot describe the training state", "save", process_group) as call:
-        halves = united(call, call.attempt(state_of, model, optimizers))
-        state: Attempt[ShardedStateDict] = call.attempt(described, halves, process_group)
+        with call.guard() as made:
+            made.set(state_of(model, optimizers))
+        halves = united(call, made)
+        with call.guard() as state:
+            state.set(described(halves, process_group))
         meet(call, Topic("describing"))
-    return state.value
+    return state.value  # type: ignore[no-any-return]
 
 
 def save_training_state(
@@ -89,15 +92,14 @@ def save_training_state(
     """
     options = SaveOptions(process_group=process_group)
     with options.begin() as call:
-        state = united(call, call.attempt(state_of, model, optimizers))
-
-    def make() -> ShardedStateDict:
+        with call.guard() as made:
+            made.set(state_of(model, optimizers))
+        halves = united(call, made)
+    with saving(checkpoint_dir, options) as state:
         clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
         if clash:
             raise CheckpointingException(f"extra may not have {' and '.join(clash)}, which are written here")
-        return {**dict(extra or {}), **described(state, process_group)}
-
-    save_made(make, checkpoint_dir, options)
+        state.set({**dict(extra or {}), **described(halves, process_group)})
 
 
 def load_training_state(
@@ -128,14 +130,13 @@ def load_training_state(
     """
     options = LoadOptions(strict=strict, trust=trust, process_group=process_group)
     with begin(CANNOT_LOAD, "load", process_group) as call:
-        made = call.attempt(state_of, model, optimizers)
+        with call.guard() as made:
+            made.set(state_of(model, optimizers))
         others = names_of_others(call, made)
     state = made.value
-
-    def make(checkpoint: Opened) -> ShardedStateDict:
-        return {**dict(extra or {}), **asked_of(state, checkpoint, process_group, trust)}
-
-    loaded = load_made(make, checkpoint_dir, options)
+    with loading(checkpoint_dir, options) as load:
+        load.ask({**dict(extra or {}), **asked_of(state, load.checkpoint, process_group, trust)})
+    loaded = load.result
     if isinstance(loaded, tuple):
         loaded = loaded[0]
     restored = restored_from(state, loaded, others.plain)
@@ -171,7 +172,8 @@ def united(call: Call, made: Attempt[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
     """
-    plain = call.attempt(plain_of, made)
+    with call.guard() as plain:
+        plain.set(plain_of(made.value))
     if are_alike(call, plain, COMPARING):
         return made.value
     with at_first(call, TOGETHER, plain) as meeting:
@@ -195,7 +197,9 @@ def are_alike(call: Call, value: object, topic: Topic) -> bool:
     Args:
         value: or the attempt to make it.
     """
-    digest = call.attempt(lambda known: digest_of(values_of(known)), value)
+    with call.guard() as digest:
+        known = value.value if isinstance(value, Attempt) else value
+        digest.set(digest_of(values_of(known)))
     with at_first(call, topic, digest) as meeting:
         if meeting.decides:
             meeting.answer(len(set(meeting.heard.values())) == 1)
@@ -264,8 +268,11 @@ def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collect
 
     A load leaves it to these; what no rank has is missing.
     """
-    own = call.attempt(names_in, halves, frozen)
-    if are_alike(call, call.attempt(lambda names: [sorted(part) for part in names], own), COMPARING):
+    with call.guard() as own, call.guard() as names:
+        plain = frozenset(_without_tensors(halves.value.get(MODEL, {})))
+        own.set(RankNames(frozenset(_tensor_paths(halves.value, "")), plain, frozenset(frozen)))
+        names.set([sorted(part) for part in own.value])
+    if are_alike(call, names, COMPARING):
         return RankNames()
     with at_first(call, COMPARING, own) as meeting:
         if meeting.decides:
@@ -278,11 +285,6 @@ def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collect
             )
     others: RankNames = meeting.result
     return others
-
-
-def names_in(halves: Mapping[str, Any], frozen: Collection[str]) -> RankNames:
-    plain = frozenset(_without_tensors(halves.get(MODEL, {})))
-    return RankNames(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
 
 
 def _tensor_paths(value: Any, path: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import not_whole, opened_alone
-from torch_dcp_backport.dist_checkpointing.serialization import save_made
+from torch_dcp_backport.dist_checkpointing.serialization import saving
 from torch_dcp_backport.hf import (
     BUFFER_BYTES,
     BUFFERS,
@@ -252,7 +252,8 @@ def _to_checkpoint(
     draft = InRoom(room_of(out), out, lambda: _check_target(out, how))
     with discarding(draft):
         try:
-            save_made(lambda: state, draft.folder, SaveOptions(must_load=True, is_alone=True))
+            with saving(draft.folder, SaveOptions(must_load=True, is_alone=True)) as saved:
+                saved.set(state)
         except CheckpointingException as error:
             raise CheckpointingException(
                 f"{CANNOT_CONVERT}: {out} is as it was; in {draft.folder}: {error}"

@@ -36,13 +36,12 @@ from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     LoadOptions,
-    Opened,
     ShardedTensor,
     begin,
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import load_made
+from torch_dcp_backport.dist_checkpointing.serialization import loading
 from torch_dcp_backport.dist_checkpointing.training_state import (
     GROUPS,
     MODEL,
@@ -70,7 +69,6 @@ from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from torch_dcp_backport.state_dict.fqn import get_fqns
 from torch_dcp_backport.transfer import (
-    Attempt,
     Call,
     Group,
     Topic,
@@ -293,28 +291,24 @@ class FSDPCheckpointManager(ShardedManager):
         return tuple(name for name in CONTENTS if name in self.checkpoint_save_contents) or CONTENTS
 
     def write(self, folder: Path, step: int) -> None:
-        def prepare() -> dict[str, Any]:
-            if is_merged(self.unwrapped):
-                raise CheckpointingException(
-                    "adapters are merged into the weights: unmerge them before a save"
-                )
-            halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
-            held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
-            return {TIED: tied_names(held), **halves}
-
-        own = self.agree_on_save(folder, prepare)
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            halves = united(call, Attempt(own))
-        rank, world = self.place()
-
-        def make() -> ShardedStateDict:
-            state: ShardedStateDict = described(halves, self.process_group)
-            if self.should_save_extra:
-                state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
-            return state
-
+            with call.guard() as own:
+                if is_merged(self.unwrapped):
+                    raise CheckpointingException(
+                        "adapters are merged into the weights: unmerge them before a save"
+                    )
+                halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+                held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
+                own.set({TIED: tied_names(held), **halves})
+            self.agree_on_save(call, folder)
+            halves = united(call, own)
         if self.should_save_ours:
-            self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
+            with self.saving_state(folder / SHARDED, step) as parts:
+                parts.update(described(halves, self.process_group))
+                if self.should_save_extra:
+                    rank, world = self.place()
+                    parts[WORLD] = world
+                    parts[extra.RNG] = extra.own_object(self.get_rng_state(), rank, world)
         if self.should_save_verl:
             self.write_verl(folder)
         if self.should_save_hf_model:
@@ -339,10 +333,10 @@ class FSDPCheckpointManager(ShardedManager):
         target, how, group = folder / HUGGING_FACE, Export(overwrite=True), self.process_group
         with begin(CANNOT_SAVE, "save", group) as call:
             # Code of peft and of the model, which may raise on a rank alone.
-            made = call.attempt(self.adapter_of, tensors, key="adapter")
-            same = call.attempt(lambda adapter: {"adapter": str(adapter is not None)}, made)
+            with call.guard("adapter") as same:
+                adapter = self.adapter_of(tensors)
+                same.set({"adapter": str(adapter is not None)})
             meet(call, Topic("describing the adapter"), common=same)
-        adapter = made.value
         if adapter is None:
             save_state_dict(tensors, target, like=target, how=how, process_group=group)
             return
@@ -443,26 +437,24 @@ class FSDPCheckpointManager(ShardedManager):
                 )
             self.read_verl(folder, verl_world)
             return
-
-        def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
-            halves = self.halves(self.should_load_model, self.should_load_optimizer)
-            return halves, self.viewed(halves)
-
-        common, (state, views) = self.agree_on_load(path, (SAVED, WORLD, SCHEDULERS_WORLD), prepare)
-        frozen = frozen_names(self.model)
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            others = names_of_others(call, Attempt(views), frozen)
+            with call.guard() as own:
+                state = self.halves(self.should_load_model, self.should_load_optimizer)
+                views, frozen = self.viewed(state), frozen_names(self.model)
+                own.set(views)
+            common = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD))
+            others = names_of_others(call, own, frozen)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen |= others.frozen
-        made: list[View] = []
-        schedules: list[Any] = []
-
-        def make(checkpoint: Opened) -> ShardedStateDict:
+        schedule: Any = None
+        strict = "raise_all" if is_full and not frozen and self.partial.is_whole else "raise_unexpected"
+        options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
+        with loading(path, options) as load:
+            checkpoint = load.checkpoint
             asked = asked_of(views, checkpoint, self.process_group, self.trust)
             view = View(self.partial, checkpoint.holds.tensors, {*keys_of(asked), *others.tensors})
-            made.append(view)
             if not self.partial.is_whole:
                 check_tied(view, views.get(MODEL, {}))
             if self.should_load_extra and self.lr_scheduler is not None:
@@ -471,7 +463,7 @@ class FSDPCheckpointManager(ShardedManager):
                     groups = view.groups(stored.get(OPTIMIZER, {}).get(GROUPS, []))
                     current = state.get(OPTIMIZER, {}).get(GROUPS, [])
                     today = self.lr_scheduler.state_dict()
-                    schedules.append(schedule_of(stored[SCHEDULER], today, groups, current))
+                    schedule = schedule_of(stored[SCHEDULER], today, groups, current)
             asked.update(self.schedule_wanted(common))
             if view.changes:
                 asked = view.selected(asked)
@@ -484,13 +476,8 @@ class FSDPCheckpointManager(ShardedManager):
             asked = dict(view.as_saved(asked))
             if self.should_load_extra:
                 asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
-            return asked
-
-        strict = "raise_all" if is_full and not frozen and self.partial.is_whole else "raise_unexpected"
-        loaded = load_made(
-            make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
-        )
-        (view,) = made
+            load.ask(asked)
+        loaded = load.result
         if view.changes:
             loaded = view.plain(loaded, state)
         restored = restored_from(state, loaded, others.plain)
@@ -499,7 +486,8 @@ class FSDPCheckpointManager(ShardedManager):
         if self.left_out:
             logger.warning("%s: left out, and as they were: %s", folder, ", ".join(self.left_out))
         if self.should_load_extra:
-            schedule = schedules[0] if schedules else self.schedule_in_load(loaded)
+            if schedule is None:
+                schedule = self.schedule_in_load(loaded)
             if self.lr_scheduler is not None and schedule is not None:
                 self.lr_scheduler.load_state_dict(schedule)
             if rank == 0:

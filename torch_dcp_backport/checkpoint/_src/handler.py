@@ -45,7 +45,7 @@ from torch_dcp_backport.checkpoint._src.policies import (
 from torch_dcp_backport.checkpoint._src.retention import Retention
 from torch_dcp_backport.checkpoint._src.saves import Saves
 from torch_dcp_backport.checkpoint._src.store import Shelf
-from torch_dcp_backport.checkpoint._src.together import SaveArguments, writing_in
+from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE, SaveArguments, writing_in
 from torch_dcp_backport.checkpoint._src.uploads import Brought, Uploads
 from torch_dcp_backport.checkpoint._src.watching import Mark, Watch
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, values
@@ -361,21 +361,6 @@ class CheckpointHandler:
         with contextlib.suppress(Exception):
             rating = metric_of(metric)
 
-        def locate() -> Path:
-            try:
-                self._uploads.raise_failed()
-            except CheckpointingException as error:
-                if not is_last:
-                    raise
-                logger.error("%s", error)
-            metric_of(metric)
-            # The program may have changed it since, on some rank.
-            str(self.preservation)
-            return root / store.name_of(store.checked_step(step))
-
-        def shelf_of(final: Path) -> Shelf:
-            return self.shelf
-
         def track(final: Path) -> None:
             if metric is not None and rating is None:
                 logger.warning("%s: metric=%s is compared with no other step's", final, metric)
@@ -393,9 +378,24 @@ class CheckpointHandler:
             "preserve": spelled_policy(self),
             "trash_dir": str(self.trash_dir),
         }
-        wanted = SaveArguments(locate, step, common, rating)
-        following = track, self.upload, retire
-        self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, following)
+        self._saves.wait_for_last()
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with call.guard() as wanted:
+                try:
+                    self._uploads.raise_failed()
+                except CheckpointingException as error:
+                    if not is_last:
+                        raise
+                    logger.error("%s", error)
+                metric_of(metric)
+                # The program may have changed it since, on some rank.
+                str(self.preservation)
+                number = store.checked_step(step)
+                final = (root / store.name_of(number)).absolute()
+                wanted.set(SaveArguments(final, number, self.shelf, common, rating))
+            with together.draft_of(call, wanted) as begun:
+                self.write(begun.writing.draft, step)
+        self._saves.publish(begun, (track, self.upload, retire))
         self.last_saved = step
         return root / store.name_of(step)
 
@@ -567,7 +567,8 @@ class CheckpointHandler:
             CheckpointingException: it could not be loaded; the same on every rank.
         """
         is_verified = self.verify and is_ours
-        together.read_folder(path, self.read, is_verified=is_verified, group=self.process_group)
+        with together.reading(path, is_verified=is_verified, group=self.process_group):
+            self.read(path)
 
     def find_steps(self) -> RootSteps:
         """Find the steps to try, and remove what dead writers left. Runs on the first rank."""

@@ -5,14 +5,15 @@ Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional, Union
 
 import torch.distributed as dist
 
@@ -42,9 +43,9 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
+from torch_dcp_backport.dist_checkpointing.serialization import saving
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
-from torch_dcp_backport.transfer import Group, Topic, TransferError, at_first, warn_once
+from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, at_first, warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -171,33 +172,28 @@ class BaseCheckpointManager:
         Raises:
             CheckpointingException: the same on every rank; older checkpoints are as they were.
         """
-
-        def locate() -> Path:
-            self._uploads.raise_failed()
-            if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
-                raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
-            return Path(local_path)
-
-        def write(draft: Path) -> None:
-            self.write(draft, step)
-
-        def upload(path: Path) -> None:
-            if hdfs_path is not None:
-                self._uploads.add(path, hdfs_path)
-
-        def retire(path: Path) -> None:
-            self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
-
-        step = global_step
         if writing_at(local_path) is not None:
             if hdfs_path is not None:
                 raise CheckpointingException("hdfs_path is the handler's here: give it default_hdfs_dir")
-            write(Path(local_path))
-        else:
-            step = step or step_in(local_path)
-            wanted = SaveArguments(locate, step, {"hdfs_path": str(hdfs_path)})
-            self._saves.save(wanted, write, self._shelf_of, (upload, retire))
-            self._is_uploading = self._is_uploading or hdfs_path is not None
+            self.write(Path(local_path), global_step)
+            self.previous_global_step = global_step
+            return
+        step = global_step or step_in(local_path)
+        self._saves.wait_for_last()
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with call.guard() as wanted:
+                self._uploads.raise_failed()
+                if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
+                    raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
+                # The working directory may change before the rest is written.
+                final, common = Path(local_path).absolute(), {"hdfs_path": str(hdfs_path)}
+                wanted.set(SaveArguments(final, checked_step(step), self._shelf_of(final), common))
+            with together.draft_of(call, wanted) as begun:
+                self.write(begun.writing.draft, step)
+        upload = [] if hdfs_path is None else [functools.partial(self._uploads.add, url=hdfs_path)]
+        retire = functools.partial(self.ensure_checkpoint_capacity, keep=max_ckpt_to_keep)
+        self._saves.publish(begun, (*upload, retire))
+        self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
     def finish(self, blocking: bool = True) -> bool:
@@ -249,28 +245,28 @@ class BaseCheckpointManager:
             CheckpointingException: the same on every rank.
         """
         self._saves.wait()
-
-        def locate() -> Optional[Path]:
-            checked_flag("del_local_after_load", del_local_after_load)
-            if isinstance(local_path, str) and "://" in local_path:
-                raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
-            self.partial = self.checked_partial(local_path, exclude, rename)
-            return None if local_path is None else Path(local_path)
-
         self.partial, self.left_out = WHOLE, ()
         common = {
             "hdfs_path": str(hdfs_path),
             "del_local_after_load": str(bool(del_local_after_load)),
             **partial.spelled(exclude, rename),
         }
-        path = together.put_back(locate, common, self.process_group)
         brought: Optional[store.Identity] = None
-        if path is not None and hdfs_path is not None:
-            bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
-            with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            with call.guard() as folder:
+                checked_flag("del_local_after_load", del_local_after_load)
+                if isinstance(local_path, str) and "://" in local_path:
+                    raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
+                self.partial = self.checked_partial(local_path, exclude, rename)
+                folder.set(None if local_path is None else Path(local_path))
+            together.put_back(call, folder, common)
+            path: Optional[Path] = folder.value
+            if path is not None and hdfs_path is not None:
+                bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
                 brought = together.waited_for(call, Topic("bringing it from the store"), bring)
         if path is not None:
-            together.read_folder(path, self.read, is_verified=False, group=self.process_group)
+            with together.reading(path, is_verified=False, group=self.process_group):
+                self.read(path)
             if del_local_after_load and brought is not None and self.is_first:
                 uploads.remove_brought(path, brought)
 
@@ -432,8 +428,6 @@ def setting(config: Any, name: str) -> Any:
 
 # --- the base of managers with one sharded checkpoint ---
 
-Prepared = TypeVar("Prepared")
-
 
 def spelled(error: Exception) -> str:
     """Return an error as text; the agreed errors of exports have all that there is to say."""
@@ -506,26 +500,21 @@ class ShardedManager(BaseCheckpointManager):
         """
         raise NotImplementedError
 
-    def agree_on_save(self, folder: Path, prepare: Callable[[], Prepared]) -> Prepared:
-        """Return this rank's result of `prepare`. Collective.
-
-        The first rank has written the configuration by then.
+    def agree_on_save(self, call: Call, folder: Path) -> None:
+        """Agree on what is saved; the first rank has written the configuration afterwards. Collective.
 
         Args:
+            call: with the problems of ranks that could not make their part.
             folder: the folder of the checkpoint.
-            prepare: makes this rank's part; its error is raised on every rank.
         """
-        with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            common = {
-                "async_save": str(self.is_async),
-                "save_contents": ", ".join(self.checkpoint_save_contents),
-                "scheduler": type(self.lr_scheduler).__name__,
-            }
-            prepared = call.attempt(prepare)
-            with at_first(call, Topic("writing the configuration"), common=common) as meeting:
-                if meeting.decides:
-                    self.write_configuration(folder / HUGGING_FACE)
-        return prepared.value
+        common = {
+            "async_save": str(self.is_async),
+            "save_contents": ", ".join(self.checkpoint_save_contents),
+            "scheduler": type(self.lr_scheduler).__name__,
+        }
+        with at_first(call, Topic("writing the configuration"), common=common) as meeting:
+            if meeting.decides:
+                self.write_configuration(folder / HUGGING_FACE)
 
     def try_hf_model(self, folder: Path, write: Callable[[], object]) -> None:
         """Write the files of "hf_model", for whose sake alone no step is lost. Collective.
@@ -581,7 +570,8 @@ class ShardedManager(BaseCheckpointManager):
         if self.lr_scheduler is None or self.schedule_in not in self.checkpoint_save_contents:
             return {}
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            state = call.attempt(lambda: resolved(self.lr_scheduler.state_dict(), SCHEDULER))
+            with call.guard() as state:
+                state.set(resolved(self.lr_scheduler.state_dict(), SCHEDULER))
             if are_alike(call, state, Topic("comparing the schedules")):
                 return {SCHEDULER: state.value}
         rank, world = self.place()
@@ -618,23 +608,17 @@ class ShardedManager(BaseCheckpointManager):
         own = loaded.get(SCHEDULERS)
         return own[0] if own else loaded.get(SCHEDULER)
 
-    def save_state(
-        self, make: Callable[[], ShardedStateDict], path: Path, step: int, schedule: ShardedStateDict
-    ) -> None:
-        """Save a state dict, with step and schedule, or with `async_save` begin to. Collective.
+    @contextlib.contextmanager
+    def saving_state(self, path: Path, step: int) -> Iterator[dict[str, Any]]:
+        """Save the parts that are added in the context, and the schedule. Collective.
+
+        What fails in the context is raised on every rank. With `async_save` the save is begun.
 
         Args:
-            make: makes this rank's sharded state dict; its error is raised on every rank.
             path: the folder of the sharded checkpoint.
             step: the step of the training.
-            schedule: the result of `agree_on_schedule`.
         """
-
-        def made() -> ShardedStateDict:
-            writing.make_folder(path)
-            saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
-            return {"step": checked_step(step), SAVED: saved, **make(), **schedule}
-
+        schedule = self.agree_on_schedule()
         writing = writing_in(path)
         options = SaveOptions(
             must_load=not self.trust,
@@ -642,33 +626,28 @@ class ShardedManager(BaseCheckpointManager):
             written=writing.notes_in(path),
             is_compared=True,
         )
-        if self.is_async:
-            writing.requests.append(begin_made(made, path, options))
-        else:
-            save_made(made, path, options)
+        with saving(path, options, writing.requests if self.is_async else None) as state:
+            writing.make_folder(path)
+            saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
+            parts = {"step": checked_step(step), SAVED: saved}
+            yield parts
+            state.set({**parts, **schedule})
 
-    def agree_on_load(
-        self, path: Path, names: Collection[str], prepare: Callable[[], Prepared]
-    ) -> tuple[Mapping[str, Any], Prepared]:
-        """Return named entries of the common state, once its contents are checked. Collective.
+    def agree_on_load(self, call: Call, path: Path, names: Collection[str]) -> Mapping[str, Any]:
+        """Return the named entries that the common state has, once its contents are checked. Collective.
 
         Args:
+            call: with the problems of ranks that could not make their part of the load.
             path: the folder of the sharded checkpoint.
             names: the keys of the entries.
-            prepare: makes this rank's part of the load; its error is raised on every rank.
-
-        Returns:
-            The entries that the common state has, and this rank's result of `prepare`.
         """
-        with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            prepared = call.attempt(prepare)
-            same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            with at_first(call, Topic("reading what was saved"), common=same) as meeting:
-                if meeting.decides:
-                    state = load_common_state_dict(path, trust=self.trust)
-                    self.check_contents(path, state)
-                    meeting.answer({name: state[name] for name in names if name in state})
-            return meeting.result, prepared.value
+        same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
+        with at_first(call, Topic("reading what was saved"), common=same) as meeting:
+            if meeting.decides:
+                state = load_common_state_dict(path, trust=self.trust)
+                self.check_contents(path, state)
+                meeting.answer({name: state[name] for name in names if name in state})
+        return meeting.result  # type: ignore[no-any-return]
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lacks a content to load.

@@ -20,11 +20,10 @@ from torch import nn
 from torch_dcp_backport import rooms
 from torch_dcp_backport.checkpoint._src import beside, extra
 from torch_dcp_backport.checkpoint._src.manager import SAVED, SCHEDULERS_WORLD, WORLD, ShardedManager
-from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE, writing_in
+from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE, writing_in
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     LoadOptions,
-    Opened,
     begin,
     param_groups,
     resolved,
@@ -35,7 +34,7 @@ from torch_dcp_backport.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from torch_dcp_backport.dist_checkpointing.serialization import load_made
+from torch_dcp_backport.dist_checkpointing.serialization import loading
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
 from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
@@ -161,12 +160,14 @@ class MegatronCheckpointManager(ShardedManager):
             raise ValueError("save_contents: no hf_model: hf_config has no save_pretrained")
 
     def write(self, folder: Path, step: int) -> None:
-        contents = self.checkpoint_save_contents
-        state = self.agree_on_save(folder, lambda: self.generate_state_dict(contents))
-        if NAMED in state.get("optimizer", {}):
-            with begin(CANNOT_SAVE, "save", self.process_group) as call:
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with call.guard():
+                state = self.generate_state_dict(self.checkpoint_save_contents)
+            self.agree_on_save(call, folder)
+            if NAMED in state.get("optimizer", {}):
                 state["optimizer"][NAMED] = groups_together(call, state["optimizer"][NAMED])
-        self.save_state(lambda: state, folder / SHARDED, step, self.agree_on_schedule())
+        with self.saving_state(folder / SHARDED, step) as parts:
+            parts.update(state)
         if self.should_save_hf_model:
             target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)
             place, save_hf = self.tensor_parallel, rooms.offered("the export of Megatron models")
@@ -185,27 +186,24 @@ class MegatronCheckpointManager(ShardedManager):
 
     def read(self, folder: Path) -> None:
         path, contents = folder / SHARDED, self.checkpoint_load_contents
-        common, state = self.agree_on_load(
-            path,
-            (SAVED, WORLD, GRID, SCHEDULERS_WORLD),
-            lambda: self.generate_state_dict(contents, is_loading=True),
-        )
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            with call.guard():
+                state = self.generate_state_dict(contents, is_loading=True)
+            common = self.agree_on_load(call, path, (SAVED, WORLD, GRID, SCHEDULERS_WORLD))
         place = self.parallel_place()
         saved_world = common.get(WORLD, self.place()[1])
-
-        def make(checkpoint: Opened) -> ShardedStateDict:
+        strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"
+        options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
+        with loading(path, options) as load:
             if NAMED in state.get("optimizer", {}):
-                saved = checkpoint.common_state(self.trust).get("optimizer", {})
+                saved = load.checkpoint.common_state(self.trust).get("optimizer", {})
                 param_groups.check(saved_groups(saved, state["optimizer"][NAMED]), state["optimizer"][NAMED])
             asked = {**state, **self.schedule_wanted(common)}
             if self.should_load_extra:
                 numbers = place.number, self.place()[1], saved_world
                 asked[extra.RNG] = extra.wanted_objects(*numbers)
-            return asked
-
-        strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"
-        options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
-        loaded = load_made(make, path, options)
+            load.ask(asked)
+        loaded = load.result
         for name, chunk in zip(self.names, self.chunks) if self.should_load_model else ():
             chunk.load_state_dict(loaded[name])
         if self.should_load_optimizer and self.optimizer is not None:

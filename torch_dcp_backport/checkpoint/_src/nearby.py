@@ -33,7 +33,7 @@ from torch_dcp_backport.dist_checkpointing import (
     begin,
 )
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, Folder
-from torch_dcp_backport.dist_checkpointing.serialization import open_alone, save_made
+from torch_dcp_backport.dist_checkpointing.serialization import open_alone, saving
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import mapped, split
 from torch_dcp_backport.dist_checkpointing.training_state import described, restored_of
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
@@ -443,7 +443,8 @@ class NearbyCheckpoints:
                 is_alone=True,
                 written=writing.notes_in(path),
             )
-            save_made(lambda: self._own_part(state), path, options)
+            with saving(path, options) as part:
+                part.set(self._own_part(state))
             files = writing.noted()
             synced = set(files)
             for name in manifest.paths_in(draft.folder):

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 from torch_dcp_backport.checkpoint._src import together
-from torch_dcp_backport.checkpoint._src.store import Shelf
-from torch_dcp_backport.checkpoint._src.together import Begun, SaveArguments
+from torch_dcp_backport.checkpoint._src.together import Begun
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -105,24 +104,11 @@ class Saves:
         self._queue = AsyncCallsQueue(process_group=process_group)
         self._final: Optional[Path] = None
 
-    def save(
-        self,
-        wanted: SaveArguments,
-        write: Callable[[Path], None],
-        shelf_of: Callable[[Path], Optional[Shelf]],
-        then: Sequence[Callable[[Path], None]],
-    ) -> Path:
-        """Write a folder, or begin to, once the save before is published.
-
-        Args:
-            wanted, write, shelf_of, then: as of `together.begin_folder` and `finish_folder`.
-
-        Returns:
-            The folder.
+    def wait_for_last(self) -> None:
+        """Publish the save before, if it is under way, so that the next can begin.
 
         Raises:
-            CheckpointingException: this save failed, or the save before failed and this was not begun; the
-                same on every rank. Older checkpoints are as they were.
+            CheckpointingException: it failed; the same on every rank.
         """
         before, began = self._final, time.monotonic()
         self.wait()
@@ -130,16 +116,25 @@ class Saves:
             seconds = time.monotonic() - began
             level = logging.WARNING if seconds > SHORT else logging.INFO
             logger.log(level, "waited %.1f s for %s, the save before", seconds, before)
-        begun = together.begin_folder(wanted, write, shelf_of, self.process_group)
-        if not begun.requests:
-            together.finish_folder(begun, shelf_of, then, self.process_group)
-            return begun.final
-        self._final = begun.final
+
+    def publish(self, begun: Begun, then: Sequence[Callable[[Path], None]]) -> None:
+        """Publish a folder that the ranks have written; of a save in the background once it is.
+
+        Args:
+            begun: of `together.draft_of`.
+            then: as of `together.finish_folder`.
+
+        Raises:
+            CheckpointingException: the same on every rank. Older checkpoints are as they were.
+        """
+        if not begun.writing.requests:
+            together.finish_folder(begun, then, self.process_group)
+            return
+        self._final = begun.asked.final
         _unfinished.add(self)
         self._queue.schedule_async_request(
-            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, shelf_of, then)])
+            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, then)])
         )
-        return begun.final
 
     def finish(self, blocking: bool = True) -> bool:
         """Publish the save under way once every rank has written its part; return whether none is left.
@@ -163,15 +158,10 @@ class Saves:
         """
         self._queue.maybe_finalize_async_calls(blocking=True)
 
-    def _publish(
-        self,
-        begun: Begun,
-        shelf_of: Callable[[Path], Optional[Shelf]],
-        then: Sequence[Callable[[Path], None]],
-    ) -> None:
+    def _publish(self, begun: Begun, then: Sequence[Callable[[Path], None]]) -> None:
         self._final = None
         _unfinished.discard(self)
-        together.finish_folder(begun, shelf_of, then, self.process_group)
+        together.finish_folder(begun, then, self.process_group)
 
     def warn(self) -> None:
         if self._final is not None:
@@ -180,7 +170,7 @@ class Saves:
 
 def write_all(begun: Begun) -> None:
     """Write the parts that were left for the background, in a thread. `finish_folder` raises failures."""
-    for request in begun.requests:
+    for request in begun.writing.requests:
         try:
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)

@@ -30,6 +30,7 @@ from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import OWNER, discarding
 from torch_dcp_backport.transfer import (
     NOTHING,
+    Attempt,
     Call,
     Common,
     Group,
@@ -187,86 +188,64 @@ def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common =
 class SaveArguments(NamedTuple):
     """The arguments of a save."""
 
-    #: Returns the folder's final path; an older folder of this name stays until it is replaced.
-    locate: Callable[[], Path]
+    #: The folder's final path; an older folder of this name stays until it is replaced.
+    final: Path
     step: int
+    #: The shelf that the folder is on; None without a step in its path.
+    shelf: Optional[Shelf]
     #: Other values that must be the same on every rank.
     common: Common = NOTHING
     #: The number that the program gives the step.
     metric: Optional[float] = None
-
-    def place(self) -> tuple[Path, int]:
-        """Return the folder's final path, and the step.
-
-        Raises:
-            ValueError: no step.
-        """
-        # The working directory may change before the rest is written.
-        return self.locate().absolute(), store.checked_step(self.step)
-
-    def agreed(self, place: tuple[Path, int]) -> Common:
-        """Return all that must be the same on every rank."""
-        final, step = place
-        return {"folder": str(final), "step": str(step), **self.common}
 
 
 @dataclass(frozen=True)
 class Begun:
     """A folder that is being written."""
 
-    final: Path
-    step: int
+    asked: SaveArguments
     #: On the first rank; others neither name nor remove it.
     draft: Optional[store.StepDraft]
-    #: The requests are empty on every rank, or on none.
+    #: Its requests are empty on every rank, or on none.
     writing: Writing
-    metric: Optional[float] = None
-
-    @property
-    def requests(self) -> Sequence[AsyncRequest]:
-        return self.writing.requests
 
 
-def begin_folder(
-    wanted: SaveArguments,
-    write: Callable[[Path], None],
-    shelf_of: Callable[[Path], Optional[Shelf]],
-    group: Group = None,
-) -> Begun:
-    """Make the draft of a folder, and begin to write it. Collective.
+@contextlib.contextmanager
+def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
+    """Make the draft of a folder, and have it written, or begun, in the context. Collective.
+
+    What fails in the context is raised on every rank. Parts that are to be written in the background go to
+    `Writing.requests`.
 
     Args:
-        write: called on every rank with the draft, which is there. It gives parts that are to be written in
-            the background to `Writing.requests`.
-        shelf_of: returns the shelf that the folder is on; called on the first rank.
+        call: with the problems of ranks that could not make their arguments.
+        wanted: the arguments of this rank.
 
     Raises:
         CheckpointingException: the same on every rank; nothing is left.
     """
-    with begin(CANNOT_SAVE, "save", group) as call:
-        place = call.attempt(wanted.place)
-        draft: Optional[store.StepDraft] = None
-        with at_first(call, Topic("making a folder"), common=call.attempt(wanted.agreed, place)) as meeting:
-            if meeting.decides:
-                final, step = place.value
-                outlook, name = outlook_of(final, step, shelf_of(final)), ""
-                try:
-                    draft = store.StepDraft(final)
-                    name = str(draft.folder)
-                except OSError as error:
-                    # Raised in the next meeting, which knows the outlook on every rank.
-                    call.record(call.problem_of(error), error)
-                meeting.answer((name, outlook))
-        name, outlook = meeting.result
-        if not name:
-            meet(call, Topic("making the draft", outlook))
-        final, step = place.value
-        writing = Writing(Path(name), outlook)
-        with discarding(draft), saying(outlook):
-            with call.guard(), writing.is_open():
-                write(writing.draft)
-            meet(call, Topic("writing"), common={"saves in the background": str(len(writing.requests))})
-    return Begun(final, step, draft, writing, wanted.metric)
+    with call.guard() as same:
+        asked = wanted.value
+        same.set({"folder": str(asked.final), "step": str(asked.step), **asked.common})
+    draft: Optional[store.StepDraft] = None
+    with at_first(call, Topic("making a folder"), common=same) as meeting:
+        if meeting.decides:
+            outlook, name = outlook_of(asked.final, asked.step, asked.shelf), ""
+            try:
+                draft = store.StepDraft(asked.final)
+                name = str(draft.folder)
+            except OSError as error:
+                # Raised in the next meeting, which knows the outlook on every rank.
+                call.record(call.problem_of(error), error)
+            meeting.answer((name, outlook))
+    name, outlook = meeting.result
+    if not name:
+        meet(call, Topic("making the draft", outlook))
+    begun = Begun(asked, draft, Writing(Path(name), outlook))
+    with discarding(draft), saying(outlook):
+        with call.guard(), begun.writing.is_open():
+            yield begun
+        meet(call, Topic("writing"), common={"saves in the background": str(len(begun.writing.requests))})
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -291,31 +270,28 @@ class FolderWork(NamedTuple):
     names: Sequence[str] = ()
 
 
-def finish_folder(
-    begun: Begun,
-    shelf_of: Callable[[Path], Optional[Shelf]],
-    then: Iterable[Callable[[Path], None]] = (),
-    group: Group = None,
-) -> None:
+def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), group: Group = None) -> None:
     """Give a folder its name, once every rank has written its part. Collective.
 
     Args:
-        shelf_of: as of `begin_folder`.
         then: called on the first rank, in order, when the folder has its name; errors are only logged.
 
     Raises:
         CheckpointingException: the same on every rank; older folders are as they were.
     """
-    folder, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
-    unheard = f"list the steps to see whether {final.name} is one"
+    folder, so_far = begun.writing.draft, begun.writing.outlook
+    unheard = f"list the steps to see whether {begun.asked.final.name} is one"
     with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
-        if begun.requests:
+        if begun.writing.requests:
             call.problems += map(call.problem_of, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
             meet(call, Topic("writing in the background", so_far))
             with call.guard(), saying(so_far):
-                complete(begun.requests)
-        noted = call.attempt(begun.writing.noted)
+                for request in begun.writing.requests:
+                    for finalize in request.finalize_fns:
+                        finalize()
+        with call.guard() as noted:
+            noted.set(begun.writing.noted())
         with at_first(call, Topic("publishing", so_far, unheard), noted) as meeting:
             if meeting.decides:
                 # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
@@ -324,7 +300,7 @@ def finish_folder(
                     meeting.answer_each({rank: FolderWork(False, names[rank]) for rank in names})
                 else:
                     read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
-                    publish(begun, shelf_of(final), then, meeting.heard, read)
+                    publish(begun, then, meeting.heard, read)
                     meeting.answer(FolderWork(True))
         work: FolderWork = meeting.result
         if work.is_published:
@@ -336,7 +312,7 @@ def finish_folder(
                 disk.sync_file(folder / name)
         with at_first(call, Topic("publishing what was read", so_far, unheard), own) as meeting:
             if meeting.decides:
-                publish(begun, shelf_of(final), then, meeting.heard)
+                publish(begun, then, meeting.heard)
 
 
 def unknown_in(
@@ -355,61 +331,51 @@ def unknown_in(
 
 def publish(
     begun: Begun,
-    shelf: Optional[Shelf],
     then: Iterable[Callable[[Path], None]],
     own_by_rank: Mapping[int, Mapping[str, ManifestEntry]],
     more: Mapping[str, ManifestEntry] = {},
 ) -> None:
     """Write the manifest of all ranks' files, and give the folder its name. Runs on the first rank."""
     assert begun.draft is not None, "runs on the first rank"
-    order = 1 if shelf is None else shelf.next_order()
+    asked = begun.asked
+    order = 1 if asked.shelf is None else asked.shelf.next_order()
     listed = {name: ManifestEntry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
-    content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more}, begun.metric)
+    content = Manifest(asked.step, len(own_by_rank), time.time(), order, {**listed, **more}, asked.metric)
     manifest.write(begun.draft.folder, content)
     store.publish(begun.draft, set(listed))
     for follow in then:
         try:
-            follow(begun.final)
+            follow(asked.final)
         except Exception:
             # On a full disk the tracker fails, and retention, which follows, makes room.
-            logger.exception("%s is saved; what was to follow failed", begun.final)
+            logger.exception("%s is saved; what was to follow failed", asked.final)
 
 
-def complete(requests: Iterable[AsyncRequest]) -> None:
-    for request in requests:
-        for finalize in request.finalize_fns:
-            finalize()
-
-
-def put_back(
-    locate: Callable[[], Optional[Path]], common: Common = NOTHING, group: Group = None
-) -> Optional[Path]:
-    """Put back a folder that lost its name to a dead writer, and return its path. Collective.
+def put_back(call: Call, folder: Attempt[Optional[Path]], common: Common = NOTHING) -> None:
+    """Put back a folder that lost its name to a dead writer. Collective.
 
     Args:
-        locate: returns the path, or None for no folder. Its errors are raised on all ranks.
+        call: with the problems of ranks that could not tell the folder.
+        folder: its path; None for no folder.
         common: other values that must be the same on every rank.
 
     Raises:
         CheckpointingException: the same on every rank.
     """
-    with begin(CANNOT_LOAD, "load", group) as call:
-        folder = call.attempt(locate)
-        same = call.attempt(lambda path: {"folder": str(path), **common}, folder)
-        with at_first(call, Topic("looking"), common=same) as meeting:
-            if meeting.decides and folder.value is not None:
-                shelf = store.shelf_of(folder.value)
-                if shelf is None:
-                    store.clean(folder.value.parent, re.compile(re.escape(folder.value.name)))
-                else:
-                    shelf.clean()
-    return folder.value
+    with call.guard() as same:
+        same.set({"folder": str(folder.value), **common})
+    with at_first(call, Topic("looking"), common=same) as meeting:
+        if meeting.decides and folder.value is not None:
+            shelf = store.shelf_of(folder.value)
+            if shelf is None:
+                store.clean(folder.value.parent, re.compile(re.escape(folder.value.name)))
+            else:
+                shelf.clean()
 
 
-def read_folder(
-    folder: Path, read: Callable[[Path], None], *, is_verified: bool, group: Group = None
-) -> None:
-    """Read a folder; with `is_verified` compare its checksums before. Collective.
+@contextlib.contextmanager
+def reading(folder: Path, *, is_verified: bool, group: Group = None) -> Iterator[None]:
+    """Have a folder read in the context; with `is_verified` compare its checksums before. Collective.
 
     Raises:
         CheckpointingException: a rank failed, or a file is not as it was saved; the same on every rank.
@@ -431,7 +397,7 @@ def read_folder(
                 if meeting.decides:
                     check_sizes(folder)
         with call.guard():
-            read(folder)
+            yield
         meet(call, Topic("loading", "values may have been loaded in part"))
 
 

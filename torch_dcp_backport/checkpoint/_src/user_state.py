@@ -21,7 +21,6 @@ from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     LoadOptions,
-    Opened,
     SaveOptions,
     ShardedObject,
     ShardedTensor,
@@ -32,8 +31,7 @@ from torch_dcp_backport.dist_checkpointing import (
     values,
     values_of,
 )
-from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import begin_made, load_made, save_made
+from torch_dcp_backport.dist_checkpointing.serialization import loading, saving
 from torch_dcp_backport.transfer import Call, Group, Problem, Topic, as_bytes, at_first, groups_of, meet
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -196,9 +194,11 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
         is_alike = {name: alike for name, (alike, _) in meeting.result.items()}
         is_of_mesh = {name: differs for name, (_, differs) in meeting.result.items()}
     writing = writing_in(draft)
-
-    def make() -> ShardedStateDict:
-        writing.make_folder(draft / USER_STATE)
+    path = draft / USER_STATE
+    options = SaveOptions(must_load=not trust, process_group=group, written=writing.notes_in(path))
+    # Where there are requests, the engine saves in the background, on every rank.
+    with saving(path, options, writing.requests or None) as state:
+        writing.make_folder(path)
         alike, differing, tensors = dict[str, bytes](), dict[str, Any](), dict[str, Any]()
         for name in sorted(objects):
             parts = parts_of(
@@ -218,15 +218,7 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
             for key, (_, tensor) in parts.tensors.items():
                 tensors[key] = ShardedTensor.from_dtensor(f"{TENSORS}.{key}", tensor, process_group=group)
         worlds = {name: 0 if is_alike[name] else world for name in objects}
-        return {WORLDS: worlds, STATES: alike, OWN: differing, TENSORS: tensors}
-
-    path = draft / USER_STATE
-    options = SaveOptions(must_load=not trust, process_group=group, written=writing.notes_in(path))
-    if writing.requests:
-        # The engine saves in the background, on every rank.
-        writing.requests.append(begin_made(make, path, options))
-    else:
-        save_made(make, path, options)
+        state.set({WORLDS: worlds, STATES: alike, OWN: differing, TENSORS: tensors})
 
 
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -367,19 +359,16 @@ def load(saved: Saved, trust: bool, group: Group) -> None:
     rank, world = place_in(group)
     options = LoadOptions(strict="raise_unexpected", trust=trust, process_group=group)
     differing = [name for name in sorted(saved.objects) if saved.worlds[name]]
-
-    def own_states(checkpoint: Opened) -> ShardedStateDict:
-        return {
-            name: ShardedObject(f"{OWN}.{name}", None, (saved.worlds[name],), (rank,)) for name in differing
-        }
-
-    loaded = load_made(own_states, saved.folder, options)
+    with loading(saved.folder, options) as load:
+        load.ask(
+            {name: ShardedObject(f"{OWN}.{name}", None, (saved.worlds[name],), (rank,)) for name in differing}
+        )
+    loaded = load.result
     rests: dict[str, Any] = {}
     targets: dict[str, dict[Keys, torch.Tensor]] = {name: {} for name in saved.objects}
     misfits: list[Problem] = []
-
-    def tensors(checkpoint: Opened) -> ShardedStateDict:
-        asked = {}
+    with loading(saved.folder, options) as load:
+        checkpoint, asked = load.checkpoint, {}
         for name in sorted(saved.objects):
             packed = loaded[name] if saved.worlds[name] else loaded[STATES][name]
             rests[name], places = values.loads(packed, trust)
@@ -395,9 +384,7 @@ def load(saved: Saved, trust: bool, group: Group) -> None:
                 made = made_like(now, stored.shape, stored.dtype)
                 targets[name][tuple(path)] = made
                 asked[key] = ShardedTensor.from_dtensor(f"{TENSORS}.{key}", made, process_group=group)
-        return asked
-
-    load_made(tensors, saved.folder, options)
+        load.ask(asked)
     with begin_users(group) as call:
         call.problems += misfits
         meet(call, Topic("placing the user's state"))

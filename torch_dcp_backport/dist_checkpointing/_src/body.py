@@ -333,8 +333,12 @@ def write(
     """
     sink = Sink(fd)
     for form, blocks in records:
-        disk.step("write record")
         output.tensors.append(write_record(sink, form, blocks, moved))
+    return ended(sink, objects, output)
+
+
+def ended(sink: Sink, objects: Sequence[bytes], output: Output) -> Output:
+    """Write objects behind the records of tensors; return the output with all that was written."""
     for data in objects:
         at = sink.end
         sink.put(data)
@@ -389,6 +393,8 @@ class Sink:
 def write_record(
     sink: Sink, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
 ) -> Written:
+    """Write the record of a tensor from the blocks of its values; return its place."""
+    disk.step("write record")
     at = sink.end
     if not form.grain:
         data = next(blocks, b"")

@@ -148,7 +148,9 @@ def open_together(
             # Here, so that only one rank reports their problems.
             checkpoint = opened(folder.value, content)
             meeting.answer(content)
-    return Attempt(checkpoint) if checkpoint is not None else call.attempt(opened, folder, meeting.result)
+    with call.guard() as own:
+        own.set(checkpoint or opened(folder.value, meeting.result))
+    return own
 
 
 class WantedBox(NamedTuple):

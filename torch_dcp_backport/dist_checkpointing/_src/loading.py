@@ -24,7 +24,7 @@ from torch_dcp_backport.dist_checkpointing._src.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     MISSING,
     StrictHandling,
@@ -140,7 +140,7 @@ class Loading:
         rows = (row for row in self.table.tensors if row.key in self.index.tensors)
         for part, data, plain in zip(self.tensors, self.data, rows):
             if part.flattened_range is None or part.key not in self.unfolded:
-                value = None if data is None else boxed(part, data)
+                value = None if data is None else sharded_tensor.boxed(part, data)
                 wanted.append(engine.wanted_of(self.index, plain, value, part.allow_shape_mismatch))
                 continue
             row, begin = row_of(part, is_folded=False), part.flattened_range.start
@@ -285,11 +285,7 @@ class Loading:
 
     def result(self) -> StateDict:
         """Return the common state, the loaded values and those that are not saved, as one state dict."""
-
-        def value_of(part: Any) -> Any:
-            return self.loaded.get(id(part), NOTHING)
-
-        return merged(assembled(self.parts.built, self.common, value_of), self.parts.original)
+        return merged(assembled(self.parts.built, self.common, self.loaded), self.parts.original)
 
 
 def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[str]:
@@ -298,7 +294,9 @@ def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[s
     Raises:
         CheckpointingException: something cannot be loaded as it is asked for.
     """
-    with at_first(call, Topic("planning"), call.attempt(Loading.described, made)) as meeting:
+    with call.guard() as own:
+        own.set(made.value.described())
+    with at_first(call, Topic("planning"), own) as meeting:
         if meeting.decides:
             meeting.answer(made.value.decided(meeting.heard, is_checked))
     missing, unfolded = meeting.result
@@ -361,10 +359,3 @@ def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
         if why:
             problems.append(Problem("a tensor cannot be written", part.key, why))
     return problems
-
-
-def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
-    """Return the data of a part in the shape of its box: with the prepended axes."""
-    axes = (None,) * (part.prepend_axis_num if part.flattened_range is None else len(part.global_shape))
-    # Of a sparse tensor there is no view; it is refused later, by its key.
-    return data.detach()[axes] if axes and has_slices(data) else data.detach()

@@ -150,32 +150,29 @@ class Description:
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
         """Return the content of `.metadata` for the records that the ranks have written by this plan."""
         with self._lock:
-            return self._to_bytes(outputs, common)
-
-    def _to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
-        lines = {rank: lines_of(output) for rank, output in outputs.items()}
-        if self._template is None or lines != self._lines:
-            # Objects may have other sizes than they had.
-            tables, shares = self._fresh or pickle.loads(self._frozen)
-            index = index_of(tables, shares, outputs)
-            index.is_ours, index.common = True, common
-            template = metadata.Template(index)
-            numbers = {(place.file, place.offset): number for number, place in enumerate(template.places)}
-            places = {
-                rank: array("I", (numbers[line.file, offset] for offset in line.offsets))
-                for rank, line in lines.items()
-            }
-            template.places.clear()
-            if self._fresh and any(share.objects for share in shares.values()):
-                self._frozen = pickle.dumps((dict(tables), dict(shares)))
-            # Nothing fails from here on: a plan is as it was, or has all of this.
-            self._template, self._lines, self._places, self._fresh = template, lines, places, None
-        sums = array("I", bytes(4 * sum(map(len, self._places.values()))))
-        for rank, own in self._places.items():
-            output = outputs[rank]
-            for number, entry in zip(own, (*output.tensors, *output.objects)):
-                sums[number] = entry.crc
-        return self._template.filled(sums, common)
+            lines = {rank: lines_of(output) for rank, output in outputs.items()}
+            if self._template is None or lines != self._lines:
+                # Objects may have other sizes than they had.
+                tables, shares = self._fresh or pickle.loads(self._frozen)
+                index = index_of(tables, shares, outputs)
+                index.is_ours, index.common = True, common
+                template = metadata.Template(index)
+                numbers = {(place.file, place.offset): number for number, place in enumerate(template.places)}
+                places = {
+                    rank: array("I", (numbers[line.file, offset] for offset in line.offsets))
+                    for rank, line in lines.items()
+                }
+                template.places.clear()
+                if self._fresh and any(share.objects for share in shares.values()):
+                    self._frozen = pickle.dumps((dict(tables), dict(shares)))
+                # Nothing fails from here on: a plan is as it was, or has all of this.
+                self._template, self._lines, self._places, self._fresh = template, lines, places, None
+            sums = array("I", bytes(4 * sum(map(len, self._places.values()))))
+            for rank, own in self._places.items():
+                output = outputs[rank]
+                for number, entry in zip(own, (*output.tensors, *output.objects)):
+                    sums[number] = entry.crc
+            return self._template.filled(sums, common)
 
 
 def lines_of(output: Output) -> RecordLines:

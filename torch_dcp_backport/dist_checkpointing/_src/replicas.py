@@ -64,11 +64,10 @@ def shared_by(replicas: Iterable[tuple[int, Replica]], ranks: Collection[int]) -
 def digests_of(data: Sequence[torch.Tensor], shared: Shared) -> Digests:
     """Return the digest of each group's rows of this rank."""
     rows = row_digests(data, sorted({row for own in shared.values() for row in own}))
-    return {number: _joined(rows[row] for row in own) for number, own in shared.items()}
-
-
-def _joined(digests: Iterable[bytes]) -> bytes:
-    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+    return {
+        number: hashlib.blake2b(b"".join(rows[row] for row in own), digest_size=16).digest()
+        for number, own in shared.items()
+    }
 
 
 def unlike(digests_by_rank: Mapping[int, Digests]) -> set[int]:

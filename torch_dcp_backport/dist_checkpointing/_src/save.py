@@ -133,11 +133,6 @@ class Ready(NamedTuple):
     #: Of an earlier save of the same table.
     kept: Optional[plans.KeptPlan]
 
-    @property
-    def digests(self) -> tuple[bytes, bytes, bytes]:
-        """What the other ranks' are compared with: of the table, of the kept plan, of the common state."""
-        return self.digest, self.kept.number if self.kept else b"", self.compared
-
 
 class Planned(NamedTuple):
     """A save that can be written: the old marker is gone, and every rank knows its share."""
@@ -216,17 +211,18 @@ def plan_together(call: Call, saving: Attempt[Saving]) -> Planned:
     Raises:
         CheckpointingException: the same on every rank.
     """
-    made = call.attempt(ready_of, call, saving)
+    with call.guard() as made:
+        made.set(ready_of(call, saving.value))
     try:
         share, plan, shared = planned_share(call, made)
     except Exception:
         if made.error is None:
             made.value.claim.return_it()
         raise
-    ready = made.value
+    ready: Ready = made.value
     ready.claim.keep()
-    with call.tally.phase("comparing replicas"):
-        digests = call.attempt(replicas.digests_of, ready.saving.data, shared)
+    with call.tally.phase("comparing replicas"), call.guard() as digests:
+        digests.set(replicas.digests_of(ready.saving.data, shared))
     with at_first(call, CLEARING, digests) as meeting:
         if meeting.decides:
             unlike = replicas.unlike(meeting.heard)
@@ -296,7 +292,8 @@ def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple
     Raises:
         CheckpointingException: as `planned_share`.
     """
-    own = call.attempt(lambda: (saving.table, replicas.row_digests(saving.data, rows)))
+    with call.guard() as own:
+        own.set((saving.table, replicas.row_digests(saving.data, rows)))
     description: Optional[plans.Description] = None
     with at_first(call, REPLICAS, own) as meeting:
         if meeting.decides:
@@ -328,11 +325,14 @@ def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.K
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
     """
-    same = call.attempt(lambda ready: {"verify_integrity": str(bool(ready.saving.is_hashed))}, made)
-    with at_first(call, COMPARING, call.attempt(lambda ready: ready.digests, made), same) as meeting:
+    with call.guard() as own, call.guard() as same:
+        kept, compared = made.value.kept, made.value.compared
+        own.set((made.value.digest, kept.number if kept else b"", compared))
+        same.set({"verify_integrity": str(bool(made.value.saving.is_hashed))})
+    with at_first(call, COMPARING, own, same) as meeting:
         if meeting.decides:
-            kept, compared = made.value.kept, made.value.compared
-            digests = {rank: own for rank, (own, _, _) in meeting.heard.items()}
+            # Of the table, of the kept plan, and of the common state.
+            digests = {rank: digest for rank, (digest, _, _) in meeting.heard.items()}
             numbers = {number for _, number, _ in meeting.heard.values()}
             is_known = kept is not None and kept.digests == digests and numbers == {kept.number}
             is_alike = not compared or {state for _, _, state in meeting.heard.values()} == {compared}
@@ -562,20 +562,12 @@ def begin_save(call: Call, saving: Attempt[Saving], group: Group, clock: report.
         CheckpointingException: some rank has problems; the same on every rank.
     """
     # Before anything is removed, and once: the environment may change until the files are written.
-    saving = call.attempt(lambda own: own._replace(saved_by=saver.choice()), saving)
-    planned = plan_together(call, saving)
-    with call.tally.phase("copying"):
-        copies = call.attempt(copied, planned)
+    with call.guard() as chosen:
+        chosen.set(saving.value._replace(saved_by=saver.choice()))
+    planned = plan_together(call, chosen)
+    with call.tally.phase("copying"), call.guard() as copies:
+        copies.set(staged(planned.works))
+        # The share is in the copies.
+        planned.works.clear()
     meet(call, COPYING)
     return SaveUnderWay(planned, copies.value, call, group, clock)
-
-
-def copied(planned: Planned) -> Staged:
-    """Return copies of this rank's share, which the plan gives up.
-
-    Raises:
-        RuntimeError: no memory for them.
-    """
-    copies = staged(planned.works)
-    planned.works.clear()
-    return copies

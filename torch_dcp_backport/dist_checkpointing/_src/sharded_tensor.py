@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.transfer import Box, Group, Layout, group_ranks, layout_of, misfit
+from torch_dcp_backport.transfer import Box, Group, Layout, group_ranks, has_slices, layout_of, misfit
 
 # --- checks of fields ---
 
@@ -581,3 +581,10 @@ def nominal(tensor: torch.Tensor) -> torch.Tensor:
     """Return a Transformer Engine tensor's values in their nominal dtype; other tensors as they are."""
     dequantize = getattr(tensor, "dequantize", None) if is_float8tensor(tensor) else None
     return tensor if dequantize is None else dequantize()
+
+
+def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
+    """Return the data of a part in the shape of its box: with the prepended axes."""
+    axes = (None,) * (part.prepend_axis_num if part.flattened_range is None else len(part.global_shape))
+    # Of a sparse tensor there is no view; it is refused later, by its key.
+    return data.detach()[axes] if axes and has_slices(data) else data.detach()

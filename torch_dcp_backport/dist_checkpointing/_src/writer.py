@@ -13,8 +13,16 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src import body, files, integrity
-from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, blocks_in
+from torch_dcp_backport.dist_checkpointing._src import files, integrity
+from torch_dcp_backport.dist_checkpointing._src.body import (
+    BLOCK,
+    Form,
+    Output,
+    Sink,
+    blocks_in,
+    ended,
+    write_record,
+)
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
@@ -73,12 +81,23 @@ def write(
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
     """
     forms = [work.form for work in tensors]
-    return write_file(
-        path,
-        sum(form.length for form in forms) + sum(map(len, objects)),
-        lambda fd, output: body.write(fd, zip(forms, _blocks_of_all(tensors)), objects, moved, output),
-        is_hashed,
-    )
+
+    def fill(fd: int, output: Output) -> Output:
+        sink = Sink(fd)
+        block: Optional[torch.Tensor] = None
+        for work, form in zip(tensors, forms):
+            part = work.part
+            if is_flat(part):
+                blocks = blocks_in(bytes_of(part))
+            else:
+                # At most one block is held beside the tensors.
+                block = compat.host_buffer(BLOCK) if block is None else block
+                blocks = blocks_of(work, block)
+            output.tensors.append(write_record(sink, form, blocks, moved))
+        return ended(sink, objects, output)
+
+    nbytes = sum(form.length for form in forms) + sum(map(len, objects))
+    return write_file(path, nbytes, fill, is_hashed)
 
 
 def write_file(
@@ -101,18 +120,6 @@ def write_file(
     finally:
         os.close(fd)
     return output
-
-
-def _blocks_of_all(tensors: Sequence[WriteWork]) -> Iterator[Iterator[memoryview]]:
-    """Yield the blocks of each tensor; at most one block is held beside the tensors."""
-    block: Optional[torch.Tensor] = None
-    for work in tensors:
-        part = work.part
-        if is_flat(part):
-            yield blocks_in(bytes_of(part))
-        else:
-            block = compat.host_buffer(BLOCK) if block is None else block
-            yield blocks_of(work, block)
 
 
 def why_not_readable(tensor: torch.Tensor) -> str:

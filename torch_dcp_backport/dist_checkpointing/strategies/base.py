@@ -5,10 +5,8 @@ Names are those of `megatron.core.dist_checkpointing.strategies`.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,8 +25,6 @@ __getattr__ = refusing(
     "LoadCommonStrategy LoadStrategyBase SaveCommonStrategy SaveStrategyBase StrategyAction async_calls "
     "default_strategies get_default_strategy register_default_strategy",
 )
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardedStrategy:
@@ -95,28 +91,3 @@ def sharing_groups(strategy: Any) -> tuple[Group, ...]:
     if not hasattr(strategy, "parallelization_group") or not dist.is_initialized():
         return ()
     return (strategy.parallelization_group,)
-
-
-def either_order(*newer: str) -> Callable[[F], F]:
-    """Return a decorator for a function whose fourth argument, `common_strategy`, Megatron dropped.
-
-    Args:
-        newer: the names of the arguments from the fourth on, in the order from megatron-core 0.19 on. A bool
-            in the fourth place says that a call has this order.
-    """
-
-    def decorated(function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > 3 and isinstance(args[3], bool):
-                named = dict(zip(newer, args[3:]))
-                twice = sorted({*named} & {*kwargs})
-                if len(args) - 3 > len(newer) or twice:
-                    what = f"got {', '.join(twice)} twice" if twice else f"takes {3 + len(newer)} arguments"
-                    raise TypeError(f"{function.__name__}() {what} in the order of megatron-core 0.19")
-                args, kwargs = args[:3], {**named, **kwargs}
-            return function(*args, **kwargs)
-
-        return cast(F, call)
-
-    return decorated

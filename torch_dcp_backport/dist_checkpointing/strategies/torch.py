@@ -39,6 +39,8 @@ from torch_dcp_backport.dist_checkpointing.strategies.checkpointable import (
 from torch_dcp_backport.dist_checkpointing.validation import UNEXPECTED
 
 MCORE, NVRX = "mcore", "nvrx"
+#: Each main replica is written by the rank that has it.
+OPTIONS = SaveOptions(is_balanced=False)
 #: Name -> the module below that has it.
 OWN = {
     "AsyncCallsQueue": "async_utils",
@@ -119,7 +121,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         Raises:
             CheckpointingException: as `dist_checkpointing.save`; the same on every rank.
         """
-        serialization.save_made(self._making(sharded_state_dict), checkpoint_dir, self._options())
+        with serialization.saving(checkpoint_dir, OPTIONS) as state:
+            refuse_strategies((self.backend, self.version))
+            state.set(sharded_state_dict)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Folder, async_strategy: str = MCORE
@@ -129,20 +133,12 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         Raises:
             CheckpointingException: as `save`; or "nvrx", which writes in another process.
         """
-        make = self._making(sharded_state_dict, async_strategy)
-        return serialization.begin_made(make, checkpoint_dir, self._options())
-
-    def _making(self, sharded_state_dict: ShardedStateDict, async_strategy: str = MCORE) -> Any:
-        def make() -> ShardedStateDict:
+        requests: list[AsyncRequest] = []
+        with serialization.saving(checkpoint_dir, OPTIONS, requests) as state:
             refuse_strategies((self.backend, self.version))
             serialization.refuse_processes(async_strategy)
-            return sharded_state_dict
-
-        return make
-
-    @staticmethod
-    def _options() -> SaveOptions:
-        return SaveOptions(is_balanced=False)
+            state.set(sharded_state_dict)
+        return requests[0]
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
@@ -183,8 +179,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         if MCoreLoadPlanner.create_local_plan is not OWN_PLAN:
             show_plan(sharded_state_dict, checkpoint_dir)
         options = LoadOptions(is_checked=False, is_alone=True, has_common=False)
-        loaded: StateDict = serialization.load_made(lambda _: sharded_state_dict, checkpoint_dir, options)
-        return loaded
+        with serialization.loading(checkpoint_dir, options) as load:
+            load.ask(sharded_state_dict)
+        return load.result  # type: ignore[no-any-return]
 
     def load_tensors_metadata(
         self, checkpoint_dir: Folder, metadata: Optional[Metadata] = None

@@ -63,15 +63,12 @@ def named_state(params: Params, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
     state = original_method(optim, "state_dict")()
     numbered = dict(enumerate(params_of(optim)))
-
-    def fqn_of(number: int) -> str:
-        fqn = params.fqns.get(numbered[number]) if number in numbered else None
-        if fqn is None:
+    fqns = {number: params.fqns[param] for number, param in numbered.items() if param in params.fqns}
+    for number in (*state[STATE], *(number for group in state[GROUPS] for number in group[PARAMS])):
+        if number not in fqns:
             raise KeyError(f"parameter {number} of {type(optim).__name__} is not a parameter of the model")
-        return fqn
-
     laid = {number: laid_as(numbered.get(number), states) for number, states in state[STATE].items()}
-    return renamed_params({**state, STATE: laid}, fqn_of)
+    return renamed_params({**state, STATE: laid}, fqns.__getitem__)
 
 
 def params_by_fqn(optim: Optimizer, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:

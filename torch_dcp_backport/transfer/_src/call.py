@@ -68,6 +68,14 @@ class Attempt(Generic[T_co]):
         self._value = value
         self.error = error
 
+    def set(self, value: Any) -> None:
+        """Say what was made, within `Call.guard`.
+
+        Args:
+            value: of the attempt's type.
+        """
+        self._value = value
+
     @property
     def value(self) -> T_co:
         """What was made. After an agreement it is there: this rank's problem would have been raised.
@@ -138,6 +146,7 @@ class Call:
         self.problems: list[Problem] = [] if problems is None else problems
         #: The exception behind the last of the problems.
         self.cause: Optional[Exception] = None
+        self._recorded: list[Exception] = []
         #: Whether code outside torch takes part in what is left to do, on any rank.
         self.user_code = False
         #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
@@ -180,13 +189,23 @@ class Call:
     ) -> None:
         # An error that its own traceback holds on to keeps alive what it touched.
         self.cause = None
+        self._recorded.clear()
         self._held.__exit__(kind, error, traceback)
 
     # --- what fails on this rank ---
 
     @contextlib.contextmanager
-    def guard(self, key: Key = "") -> Iterator[None]:
+    def guard(self, key: Key = "") -> Iterator[Attempt[Any]]:
         """Turn an exception into a problem: the other ranks wait in the agreement.
+
+        What the next meeting takes is set on the attempt that the context gives:
+
+            with call.guard() as own:
+                own.set(len(parts.value))
+            counts = meet(call, Topic("counting"), own)
+
+        Where an attempt whose value is read in the context failed, so does this, and there is no second
+        problem.
 
         Args:
             key: the key of the tensor that the code in the context is about.
@@ -195,9 +214,13 @@ class Call:
             CollectiveError: every rank of this call has it already. One that a narrower group agreed on is a
                 problem of its ranks: the others wait in the agreement.
         """
+        made: Attempt[Any] = Attempt()
         try:
-            yield
+            yield made
         except Exception as error:
+            made.error = error
+            if any(error is known for known in self._recorded):
+                return
             heard_by = getattr(error, "heard_by", ())
             if heard_by and isinstance(error, self.kind) and set(self.ranks) <= set(heard_by):
                 raise
@@ -209,15 +232,11 @@ class Call:
         Args:
             function: makes this rank's value.
             key: the key of the tensor that the function is about.
-            args: its arguments; an attempt among them stands for its value. Where that failed, so does this,
-                and there is no second problem.
+            args: its arguments; an attempt among them stands for its value.
         """
-        for arg in args:
-            if isinstance(arg, Attempt) and arg.error is not None:
-                return Attempt(error=arg.error)
-        with self.guard(key):
-            return Attempt(function(*map(made_of, args)))
-        return Attempt(error=self.cause)
+        with self.guard(key) as made:
+            made.set(function(*map(made_of, args)))
+        return made
 
     def problem_of(self, error: Exception, key: Key = "") -> Problem:
         """Return an error of this rank as a problem.
@@ -239,6 +258,7 @@ class Call:
         """
         self.problems.append(problem)
         self.cause = cause
+        self._recorded.append(cause)
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
