@@ -17,6 +17,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf._src import adapters
 from torch_dcp_backport.hf._src.adapters import Merged, MergedShare
+from torch_dcp_backport.hf._src.apart import taken_apart
 from torch_dcp_backport.hf._src.blocks import Part, Share, gaps, spread_of
 from torch_dcp_backport.hf._src.companions import ADAPTER_CONFIG
 from torch_dcp_backport.hf._src.comparing import differ, equal_in
@@ -165,10 +166,12 @@ def save_state_dict(
         infos = {key: (part.info,) for key, part in held.items() if key not in tied}
         done = examined(call, target, infos, tied)
         held = {done.renamed.get(key, key): part for key, part in held.items() if key not in tied}
-        share = share_of(call, held, done.tensors)
+        share = share_of(call, held, done.held)
         if plan is not None:
             plan = plan.renamed(done.renamed)
             share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
+        if done.cuts:
+            share = taken_apart(share, done.tensors, done.cuts)
         call.settle()
         if done.tied:
             doubles = doubles_of(call, done, share)
