@@ -177,3 +177,33 @@ def test_ranks_write_each_expert_out_of_what_they_hold(ranks, tmp_path: Path, pl
     assert others <= set(folder.tensors)
     largest = max(largest for _, _, largest in results)
     assert 0 < largest <= ROWS * COLUMNS
+
+
+def saved_sparse(api: Any, folder: Path) -> None:
+    """Write a Mixtral whose experts are spread over the ranks, packed or not; one rank beside it by itself."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": EXPERTS}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        key: distribute_tensor(value, mesh, (Shard(0),)) if ".experts." in key else value
+        for key, value in model.state_dict().items()
+    }
+    api.save_state_dict(state, folder / "m", like=model.config)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "own")
+
+
+def test_experts_of_ranks_are_the_files_of_save_pretrained(ranks, tmp_path: Path) -> None:
+    """In the lane of transformers 5 they are packed; elsewhere there is nothing to take apart."""
+    pytest.importorskip("transformers")
+    ranks(saved_sparse, tmp_path, world=2)
+    own, ours = hf.Folder(tmp_path / "own"), hf.Folder(tmp_path / "m")
+    assert dict(own.tensors) == dict(ours.tensors)
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in ours.tensors
+    for key, info in own.tensors.items():
+        box = Box((0,) * len(info.shape), info.shape)
+        assert torch.equal(own.part(key, box), ours.part(key, box)), key

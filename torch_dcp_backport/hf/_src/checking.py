@@ -147,7 +147,7 @@ def examine(
             return ClassFacts(changed, [Problem(what, others, expected=some(list(renamed.values())))])
     if is_named:
         return ClassFacts(found.config, [], frozenset(kept), tied, renamed)
-    names, apart, left = written(found.model, shown, reading)
+    in_files, apart, left = written(found.model, shown, reading)
     if left:
         warn_once(
             logger,
@@ -155,7 +155,7 @@ def examine(
             "here: an older transformers may not find them, and draw them at random",
         )
     new = {key: renamed.get(key, key) for key in tensors}
-    new = {key: names.get(name, name) for key, name in new.items()}
+    new = {key: in_files.get(name, name) for key, name in new.items()}
     renamed = {key: name for key, name in new.items() if key != name}
     return ClassFacts(found.config, [], frozenset(kept), tied, renamed, apart=apart)
 

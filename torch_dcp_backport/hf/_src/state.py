@@ -498,9 +498,17 @@ def share_of(call: Call, held: Mapping[str, HeldPart], tensors: Mapping[str, Ten
 
 
 def near(key: str, names: Iterable[str]) -> str:
-    """Return what to do about a tensor that has a longer or a shorter name in the files; "" without it."""
-    pairs = ((name, *sorted((name, key), key=len)) for name in names)
-    name = next((name for name, short, long in pairs if "." in short and long.endswith(f".{short}")), None)
+    """Return what to do about a tensor that has another name in the files, or is there in parts; else ""."""
+    parts, folder = sorted(key.split(".")), key.rpartition(".")[0]
+
+    def is_near(name: str) -> bool:
+        short, long = sorted((name, key), key=len)
+        # A longer name; the same parts in another order; or experts, each by itself.
+        is_part = bool(folder) and name.startswith(f"{folder}.0.")
+        is_moved = len(name) == len(key) and sorted(name.split(".")) == parts
+        return is_part or is_moved or ("." in short and long.endswith(f".{short}"))
+
+    name = next(filter(is_near, names), None)
     return f"there is {name}: hf.opened(folder, model) reads files as from_pretrained does" if name else ""
 
 
