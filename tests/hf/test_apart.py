@@ -18,6 +18,8 @@ from test_state_dicts import Replicate, Shard, distribute_tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.checkpoint import export_checkpoint
+from torch_dcp_backport.dist_checkpointing.training_state import save_training_state
 from torch_dcp_backport.hf._src import apart, classes, sharing
 from torch_dcp_backport.hf._src.classes import Origin
 from torch_dcp_backport.hf._src.opening import made_of
@@ -102,13 +104,13 @@ class StandIn:
     by_4 = staticmethod(classes._by_4)
 
 
-def made() -> Any:
+def made(seed: int = 0) -> Any:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     sizes = {"vocab_size": 40, "hidden_size": COLUMNS, "intermediate_size": ROWS, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": EXPERTS}
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_experts_per_tok=2))
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw))
@@ -156,6 +158,19 @@ def saved(api: Any, folder: Path, placed: str) -> tuple[tuple[str, ...], int, in
         return api.save_state_dict(state, folder, like=model.config).keys, wrote, largest
 
 
+def check_experts(folder: hf.Folder, model: Any, dtype: torch.dtype) -> None:
+    """Each expert is in the files by itself, with its values, and the other tensors under their names."""
+    state = model.state_dict()
+    for layer in range(2):
+        key = PACKED.format(layer)
+        assert key not in folder.tensors
+        for names, half in zip(StandIn.names(key), state[key].transpose(1, 2).chunk(2, 1)):
+            for name, value in zip(names, half):
+                found = folder.part(name, Box((0, 0), (ROWS, COLUMNS)))
+                assert torch.equal(found, value.to(dtype)), name
+    assert {key for key in state if not key.endswith(".gate_up_proj")} <= set(folder.tensors)
+
+
 @pytest.mark.parametrize("placed", PLACED)
 def test_ranks_write_each_expert_out_of_what_they_hold(ranks, tmp_path: Path, placed: str) -> None:
     """Three experts on two ranks; no rank holds another's, nor a copy of its own."""
@@ -166,21 +181,33 @@ def test_ranks_write_each_expert_out_of_what_they_hold(ranks, tmp_path: Path, pl
     assert {keys for keys, _, _ in results} == {tuple(folder.tensors)}
     assert sum(wrote for _, wrote, _ in results) == sum(value.nbytes for value in model.state_dict().values())
     assert all(wrote for _, wrote, _ in results)
-    for layer in range(2):
-        key = PACKED.format(layer)
-        assert key not in folder.tensors
-        packed = model.state_dict()[key]
-        for names, half in zip(StandIn.names(key), packed.transpose(1, 2).chunk(2, 1)):
-            for name, value in zip(names, half):
-                assert torch.equal(folder.part(name, Box((0, 0), (ROWS, COLUMNS))), value), name
-    others = {key for key in model.state_dict() if not key.endswith(".gate_up_proj")}
-    assert others <= set(folder.tensors)
+    check_experts(folder, model, torch.float32)
     largest = max(largest for _, _, largest in results)
     assert 0 < largest <= ROWS * COLUMNS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_checkpoint_is_exported_with_each_expert(
+    tmp_path: Path, monkeypatch: Any, dtype: torch.dtype
+) -> None:
+    """By one process, which reads the parts of a tensor out of the checkpoint."""
+    pytest.importorskip("transformers", minversion="4.55")
+    monkeypatch.setattr(classes, "_core_of_5", lambda: StandIn)
+    monkeypatch.setattr(classes, "_by_5", StandIn.by_5)
+    model, step = made(), tmp_path / "step"
+    step.mkdir()
+    save_training_state(step, model)
+    export_checkpoint(step, tmp_path / "m", like=model.config, how=hf.Export(dtype=dtype))
+    folder = hf.Folder(tmp_path / "m")
+    check_experts(folder, model, dtype)
+    opened = made(seed=1).to(dtype)
+    hf.load_state_dict(opened.state_dict(), hf.opened(folder, opened))
+    for key, value in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[key], value.to(dtype)), key
+
+
 def saved_sparse(api: Any, folder: Path) -> None:
-    """Write a Mixtral whose experts are spread over the ranks, packed or not; one rank beside it by itself."""
+    """Write a Mixtral whose experts are spread over the ranks, and beside it with `save_pretrained`."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
