@@ -10,7 +10,7 @@ MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_famil
 ENGINES = -k engine
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
-	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer emulated conformance reliability \
+	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers megatron megatron-2.4 megatron-newer emulated conformance reliability \
 	patched-page lint wheel docs gpu
 
 help:
@@ -106,6 +106,11 @@ clients-0.7:
 # Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
 s3:
 	$(LANES) test s3 -- tests/checkpoint/test_object_store.py
+
+# Files between transformers 4.51, 4.57 and 5, and what an export does with the experts that transformers 5 packs.
+transformers:
+	$(LANES) test transformers -- tests/releases tests/hf/test_apart.py tests/hf/test_names_of_exports.py \
+		-k "release or apart or save_pretrained"
 
 # Each rank would start as many processes to compile in as there are processors, and each of these imports torch.
 megatron megatron-2.4: export TORCHINDUCTOR_COMPILE_THREADS = 1

@@ -88,6 +88,8 @@ LANES: dict[str, tuple[str, ...]] = {
         "hydra-core",
         "torchdata",
     ),
+    # Files between releases of transformers: the newest here, others in folders beside it (BESIDE).
+    "transformers": ("torch==2.13.0", *TOOLS, "transformers==5.24.0", "safetensors>=0.4.3,<1"),
     # An object store in a process of its own, and what reaches it.
     "s3": ("torch==2.13.0", *TOOLS, "numpy", "s3fs>=2025.3", "moto[server]>=5.1,<6"),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
@@ -108,6 +110,9 @@ BARE = {
     "megatron-0.14": ("megatron-core==0.14.0",),
     "megatron-0.19": ("megatron-core==0.19.2",),
 }
+# Other releases of a package, each with what it needs in a folder `beside/RELEASE` of the environment. A test
+# puts it first on a process's path: so they share a torch.
+BESIDE = {"transformers": {"4.51.3": ("transformers==4.51.3",), "4.57.6": ("transformers==4.57.6",)}}
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13", "megatron-0.19": "3.12"}
 UV = "uv>=0.9,<1"
@@ -297,8 +302,9 @@ def make(name: str) -> Path:
         [sys.executable, "-m", "venv", str(tool)],
         [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
     )
-    bare = BARE.get(name, ())
-    env = cache_dir() / key(name, (*LANES[name], *bare), version)
+    bare, beside = BARE.get(name, ()), BESIDE.get(name, {})
+    others = [requirement for requirements in beside.values() for requirement in requirements]
+    env = cache_dir() / key(name, (*LANES[name], *bare, *others), version)
     uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
     # uv does not read pip's variable.
@@ -308,6 +314,8 @@ def make(name: str) -> Path:
     # PYTHONDONTWRITEBYTECODE is set (20 s instead of 3 s).
     install += ["--compile-bytecode"]
     installs = [[*install, *LANES[name]]] + ([[*install, "--no-deps", *bare]] if bare else [])
+    for release, requirements in beside.items():
+        installs.append([*install, "--target", str(env / "beside" / release), *requirements])
     fresh(env, [uv, "venv", "--quiet", "--python", python, str(env)], installs)
     return bin_of(env, "python")
 
@@ -479,7 +487,8 @@ def main() -> int:
     args = parser.parse_args(argv)
     if args.verb == "list":
         for name, requirements in LANES.items():
-            print(f"{name:12s} {' '.join((*requirements, *BARE.get(name, ())))}")
+            beside = [each for others in BESIDE.get(name, {}).values() for each in others]
+            print(f"{name:12s} {' '.join((*requirements, *BARE.get(name, ()), *beside))}")
         return 0
     if args.verb == "make":
         for name in args.lane:

@@ -385,22 +385,42 @@ def test_what_stays_in_fp32_where_no_class_tells(tmp_path: Path) -> None:
         assert {key for key in found if found[key].dtype == torch.float32} == kept
 
 
-@pytest.mark.parametrize("name", ["experts", "a language model"])
-def test_packed_experts_are_said_to_be_of_transformers_5(tmp_path: Path, name: str, caplog: Any) -> None:
-    """transformers 4 would draw the experts at random."""
+@pytest.mark.parametrize("name", ["experts", "pictures", "a tied head"])
+def test_the_tensors_are_those_of_save_pretrained(tmp_path: Path, name: str) -> None:
+    """A tensor for each expert, which transformers 5 packs; and the names that files of LLaVA have."""
     library = transformers()
-    once.forget()
     model = families.made(name)
+    model.save_pretrained(tmp_path / "own")
     hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
-    is_said = "no transformers before 5 opens this Qwen3MoeForCausalLM" in caplog.text
-    assert is_said == (name == "experts" and library.__version__ >= "5")
-    assert not is_said or "layers.0.mlp.experts.gate_up_proj" in caplog.text
+    own, ours = hf.Folder(tmp_path / "own"), hf.Folder(tmp_path / "m")
+    assert dict(own.tensors) == dict(ours.tensors)
+    for key, info in own.tensors.items():
+        assert torch.equal(own.part(key, whole(info.shape)), ours.part(key, whole(info.shape))), key
+    if name == "pictures" and library.__version__ < "5":
+        assert "language_model.lm_head.weight" in ours.tensors
+    other = families.made(name, seed=1)
+    if set(own.tensors) != set(other.state_dict()) and name != "a tied head":
+        with pytest.raises(RuntimeError, match=r"there is \S+: hf.opened\(folder, model\) reads files"):
+            hf.load_state_dict(other.state_dict(), tmp_path / "m")
+    hf.load_state_dict(other.state_dict(), hf.opened(tmp_path / "m", other))
+    assert families.same(other, model)
 
 
-def test_a_conversion_that_save_pretrained_reverts_is_said(
+def test_names_that_are_those_of_files_already_stay(tmp_path: Path) -> None:
+    """As of files that were read, and of programs that name tensors as files have them."""
+    transformers()
+    model = families.made("pictures")
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    source = hf.Folder(tmp_path / "m")
+    state = {key: source.part(key, whole(info.shape)) for key, info in source.tensors.items()}
+    hf.save_state_dict(state, tmp_path / "n", like=tmp_path / "m")
+    assert dict(hf.Folder(tmp_path / "n").tensors) == dict(source.tensors)
+
+
+def test_a_conversion_of_save_pretrained_that_is_not_offered_is_said(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, by a stand-in for transformers 5."""
+    """By a stand-in for transformers 5 that does not read the name that it writes."""
     transformers()
     once.forget()
     model = families.made("a language model")
@@ -414,6 +434,8 @@ def test_a_conversion_that_save_pretrained_reverts_is_said(
     monkeypatch.setattr(classes, "_core_of_5", lambda: SimpleNamespace(revert_weight_conversion=revert))
     monkeypatch.setattr(classes, "_by_5", lambda model, files, held, core: by_4(model, files, held))
     hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
-    (said,) = [record.message for record in caplog.records if "transformers before 5" in record.message]
-    assert "no transformers before 5 opens this Qwen2ForCausalLM" in said
-    assert key in said
+    (said,) = [record.message for record in caplog.records if "is not offered here" in record.message]
+    assert said.startswith(
+        f"save_pretrained writes {key}, model.layers.1.mlp.up_proj.weight of a Qwen2ForCausalLM"
+    )
+    assert key in hf.Folder(tmp_path / "m").tensors

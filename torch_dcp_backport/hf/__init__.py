@@ -20,6 +20,7 @@ from torch_dcp_backport.hf._src.adapters import (
     is_wrapped as is_wrapped,
     scale_of as scale_of,
 )
+from torch_dcp_backport.hf._src.apart import Cutout as Cutout
 from torch_dcp_backport.hf._src.blocks import (
     Window as Window,
     nbytes_of_window as nbytes_of_window,

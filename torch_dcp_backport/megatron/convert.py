@@ -388,7 +388,7 @@ def _to_files(
         replaced(out, target.how.overwrite, target.companions[CONFIG])
     call.settle()
     target = target._replace(shapes=shape.folded(held))
-    target, tensors, *_ = examined(call, target, held)
+    target, tensors, *_ = examined(call, target, held, is_named=True)
     call.settle()
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)

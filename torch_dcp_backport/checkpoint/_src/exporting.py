@@ -32,6 +32,7 @@ from torch_dcp_backport.hf import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     CONFIG,
+    Cutout,
     Export,
     ExportTarget,
     Saved,
@@ -170,6 +171,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
     model = _opened(call, folder, request.trust)
     plan: Optional[adapters.Merged] = None
     names, ties = {key: key for key in model.infos}, dict(model.tied)
+    cuts: Mapping[str, Cutout] = {}
     if adapters.is_wrapped(model.infos) or request.adapter == ALONE:
         adapter = adapter_in(model, request)
         config = adapter_config_in(folder, request, adapter)
@@ -187,16 +189,17 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
     if target.is_examined:
         tensors = exported(held, target.how)
     else:
-        target, tensors, tied, renamed = examined(call, target, held, ties)
-        names = {renamed.get(name, name): key for name, key in names.items() if name not in ties}
-        plan = None if plan is None else plan.renamed(renamed)
-        for first, *others in tied:
+        done = examined(call, target, held, ties)
+        target, tensors, cuts = done.target, done.tensors, done.cuts
+        names = {done.renamed.get(name, name): key for name, key in names.items() if name not in ties}
+        plan = None if plan is None else plan.renamed(done.renamed)
+        for first, *others in done.tied:
             for other in others:
                 if not _equal(model, names[first], names[other]):
                     call.problems.append(not_one(first, other))
                 del tensors[other]
     call.settle()
-    bring = _bringing(model, names, plan, meter_of(tensors), tensors)
+    bring = _bringing(model, names, plan, meter_of(tensors), tensors, cuts)
     return write_files(call, tensors, bring, target)
 
 
@@ -321,28 +324,37 @@ def _bringing(
     plan: Optional[adapters.Merged],
     meter: Meter,
     tensors: Mapping[str, TensorInfo],
+    cuts: Mapping[str, Cutout],
 ) -> Callable[[Window, Memory], None]:
-    """Return a function that fills a window of HF tensors, with the adapter's part of those that have one."""
+    """Return a function that fills a window of HF tensors, with the adapter's part of those that have one.
+
+    Args:
+        names: HF key of a tensor of the model -> the key that it was saved under.
+        cuts: HF key in the files -> its place in a tensor of the model; other keys are in `names`.
+    """
     small = functools.lru_cache(maxsize=KEPT_MATRICES)(model.whole)
     changed = set() if plan is None else plan.changed
 
     def bring(window: Window, write: Memory) -> None:
         parts: list[tuple[str, Box, torch.Tensor]] = []
-        sums: list[tuple[str, Box, torch.Tensor]] = []
+        sums: list[tuple[str, Box, torch.Tensor, torch.Tensor]] = []
         for key, pieces in window.items():
+            cut = cuts.get(key)
             for piece in pieces:
-                if key in changed:
+                name, box, target = key, piece.box, write(key, piece.box)
+                if cut is not None:
+                    name, box, target = cut.key, cut.outer(box), cut.put_back(target)
+                part = target
+                if name in changed:
                     # In the dtype that it was saved in: cast before the sum it would be another.
-                    part = torch.empty(piece.box.size, dtype=model.infos[names[key]].dtype)
-                    sums.append((key, piece.box, part))
-                else:
-                    part = write(key, piece.box)
-                parts.append((names[key], piece.box, part))
+                    part = torch.empty(box.size, dtype=model.infos[names[name]].dtype)
+                    sums.append((name, box, part, target))
+                parts.append((names[name], box, part))
         model.fill(parts)
-        for key, box, part in sums:
+        for name, box, part, target in sums:
             assert plan is not None, "it changes them"
-            adapters.merge_into(part, plan, key, box, small)
-            write(key, box).copy_(part)
+            adapters.merge_into(part, plan, name, box, small)
+            target.copy_(part)
         meter.add(nbytes_of_window(window, tensors))
 
     return bring

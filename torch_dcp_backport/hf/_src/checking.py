@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import re
+import types
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.hf._src import classes
+from torch_dcp_backport.hf._src.apart import Cutout, written
 from torch_dcp_backport.hf._src.format import is_plain
 from torch_dcp_backport.hf._src.source import INDEX
 from torch_dcp_backport.hf._src.source import Folder as Files
@@ -54,6 +56,8 @@ class ClassFacts(NamedTuple):
     #: Key of a tensor -> the key under which `save_pretrained` would write it.
     renamed: Mapping[str, str] = NOTHING
     is_quantised: bool = False
+    #: Key of a tensor -> the tensors of the files that it is written as, where these are its parts.
+    apart: Mapping[str, Mapping[str, Cutout]] = types.MappingProxyType({})
 
 
 def examine(
@@ -62,6 +66,7 @@ def examine(
     dtype: Optional[torch.dtype] = None,
     origin: Optional[Path] = None,
     aliases: Mapping[str, str] = NOTHING,
+    is_named: bool = False,
 ) -> ClassFacts:
     """Compare the tensors of an export with the class in its config.json.
 
@@ -72,6 +77,8 @@ def examine(
         dtype: that the export casts to; None casts nothing.
         origin: the folder of the model that config.json is from.
         aliases: another name of a tensor -> the name that it has in `tensors`.
+        is_named: whether the tensors have the names of files already. Else those that have the names of the
+            class get the names that `save_pretrained` gives them.
     """
     changed, has_quantised = dict(config), any(map(is_quantised, tensors.values()))
     if not has_quantised:
@@ -130,20 +137,27 @@ def examine(
             logger,
             f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}",
         )
-    if later := classes.names_of_5_alone(found.model, tensors, found.reading):
-        warn_once(
-            logger,
-            f"no transformers before 5 opens this {found.name}, and draws at random what it does not find: "
-            f"{some(later)} become other tensors after from_pretrained and save_pretrained of transformers 5",
-        )
     tied, renamed = tuple(found.reading.tied), classes.renamed_ties(found.model, tensors, found.reading)
+    shown, reading = {renamed.get(key, key): info for key, info in tensors.items()}, found.reading
     if renamed:
-        shown = {renamed.get(key, key): info for key, info in tensors.items()}
-        if not classes.reading(found.model, shown).is_whole:
+        reading = classes.reading(found.model, shown)
+        if not reading.is_whole:
             what = f"the name of a tied tensor that a {found.name} is not written with"
             others = some(list(renamed))
             return ClassFacts(changed, [Problem(what, others, expected=some(list(renamed.values())))])
-    return ClassFacts(found.config, [], frozenset(kept), tied, renamed)
+    if is_named:
+        return ClassFacts(found.config, [], frozenset(kept), tied, renamed)
+    in_files, apart, left = written(found.model, shown, reading)
+    if left:
+        warn_once(
+            logger,
+            f"save_pretrained writes {some(left)} of a {found.name} as other tensors, which is not offered "
+            "here: an older transformers may not find them, and draw them at random",
+        )
+    new = {key: renamed.get(key, key) for key in tensors}
+    new = {key: in_files.get(name, name) for key, name in new.items()}
+    renamed = {key: name for key, name in new.items() if key != name}
+    return ClassFacts(found.config, [], frozenset(kept), tied, renamed, apart=apart)
 
 
 class Found(NamedTuple):

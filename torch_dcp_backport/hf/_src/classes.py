@@ -302,6 +302,22 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
     return kept
 
 
+def saved(model: Any, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors that `save_pretrained` writes of a model's, by their names and shapes.
+
+    It gives them the names of the files that the model's class is for, and takes experts apart that the
+    model holds in a single tensor.
+    """
+    state = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in tensors.items()}
+    core = _core_of_5()
+    try:
+        made = core.revert_weight_conversion(model, state) if core else _saved_by_4(model, state)
+        return {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in made.items()}
+    except Exception as error:
+        logger.debug("what save_pretrained writes of a %s is not known: %s", type(model).__name__, error)
+        return dict(tensors)
+
+
 # --- transformers 4 ---
 
 
@@ -346,6 +362,23 @@ def patterns_of_4(kind: type) -> Mapping[str, str]:
     return patterns if is_asked else {}
 
 
+def _saved_by_4(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a model's tensors under the names that transformers 4 writes, as far as it can tell them."""
+    back = {}
+    for pattern, name in patterns_of_4(type(model)).items():
+        # Of a pattern that looks ahead the rest is the name.
+        back[name] = re.sub(r"\(.*\)", "", pattern.lstrip("^"))
+    written = {}
+    for key, value in state.items():
+        for name, old in back.items():
+            key, count = re.subn(name, old, key)
+            if count:
+                break
+        written[key] = value
+    fix = getattr(model, "_fix_state_dict_keys_on_save", None)
+    return written if fix is None else dict(fix(written))
+
+
 # --- transformers 5 ---
 
 
@@ -354,31 +387,6 @@ def _core_of_5() -> Any:
     if importlib.util.find_spec("transformers.conversion_mapping") is None:
         return None
     return importlib.import_module("transformers.core_model_loading")
-
-
-def names_of_5_alone(model: nn.Module, files: Mapping[str, TensorInfo], found: Reading) -> list[str]:
-    """Return the keys of files that `save_pretrained` of transformers 5 would write as other tensors.
-
-    Before it writes, it takes experts apart that it holds in a single tensor. Transformers 4 has no name for
-    the single tensor, and draws the experts at random. Tensors of a module that has another path are left
-    out: transformers 4 has most of these paths, too.
-    """
-    revert = getattr(_core_of_5(), "revert_weight_conversion", None)
-    if revert is None:
-        return []
-    own = [route.key for name, route in found.routes.items() if not route.steps and route.key == name]
-    state = {key: torch.empty(files[key].shape, dtype=files[key].dtype, device="meta") for key in sorted(own)}
-    try:
-        written = {_last(key) for key in revert(model, state)}
-    except Exception as error:
-        logger.debug("what save_pretrained writes of a %s is not known: %s", type(model).__name__, error)
-        return []
-    return [key for key in state if _last(key) not in written]
-
-
-def _last(key: str) -> str:
-    """Return the name of a tensor within its module, with the module's own."""
-    return ".".join(key.split(".")[-2:])
 
 
 def _by_5(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
+from torch_dcp_backport.hf._src.apart import Cutout
 from torch_dcp_backport.hf._src.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf._src.checking import examine
 from torch_dcp_backport.hf._src.companions import OF_QUANTISED, companions_of, with_dtype
@@ -44,7 +45,7 @@ from torch_dcp_backport.transfer import (
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
 #: Entries of what the first rank tells the others of an export.
-KEPT, TIED, RENAMED = ("kept",), ("tied",), ("renamed",)
+KEPT, TIED, RENAMED, APART = ("kept",), ("tied",), ("renamed",), ("apart",)
 DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
 
@@ -394,8 +395,13 @@ class Examined(NamedTuple):
     tensors: dict[str, TensorInfo]
     #: Names that are one tensor in the class: the same on every rank.
     tied: tuple[tuple[str, ...], ...]
-    #: HF key of a tied tensor -> its key in `tensors`, where these differ: as `save_pretrained` names it.
+    #: HF key of a tensor -> its key in the files, where these differ: as `save_pretrained` names it.
     renamed: Mapping[str, str]
+    #: HF key in the files -> its place in a tensor that is held, for tensors that are written in parts.
+    cuts: Mapping[str, Cutout]
+
+    #: As `tensors`, with what is held in the place of its parts.
+    held: dict[str, TensorInfo]
 
 
 def examined(
@@ -403,6 +409,7 @@ def examined(
     target: ExportTarget,
     held: Mapping[str, Sequence[TensorInfo]],
     aliases: Optional[Mapping[str, str]] = None,
+    is_named: bool = False,
 ) -> Examined:
     """Compare the tensors of an export with the class in its config.json. Collective.
 
@@ -411,6 +418,7 @@ def examined(
     Args:
         held: HF key -> shape and dtypes of its holders; the same on every rank.
         aliases: another name of a tensor -> its HF key.
+        is_named: whether the keys are those of files. Else keys of the class become those of files.
 
     Raises:
         RuntimeError: they are not the tensors of the class, or the first rank has another problem; on every
@@ -419,15 +427,16 @@ def examined(
     facts: Optional[dict[tuple[str], Any]] = None
     dtype = target.how.dtype
     if call.is_first:
-        facts = {KEPT: frozenset(), TIED: (), RENAMED: {}}
+        facts = {KEPT: frozenset(), TIED: (), RENAMED: {}, APART: {}}
         with call.guard(CONFIG):
             if target.companions:
                 config = json.loads(target.companions[CONFIG])
                 infos = {key: rows[0] for key, rows in held.items()}
                 infos.update((key, infos[key]._replace(shape=size)) for key, size in target.shapes.items())
-                verdict = examine(config, infos, dtype, target.origin, aliases or {})
+                verdict = examine(config, infos, dtype, target.origin, aliases or {}, is_named)
                 call.problems += verdict.problems
                 facts = {KEPT: verdict.kept, TIED: verdict.tied, RENAMED: dict(verdict.renamed)}
+                facts[APART] = {key: dict(parts) for key, parts in verdict.apart.items()}
                 shown = exported({key: rows[:1] for key, rows in held.items()}, target.how, verdict.kept)
                 dtypes = [info.dtype for key, info in shown.items() if key not in verdict.kept]
                 target = with_config(target, config, with_dtype(verdict.config, dtypes))
@@ -435,12 +444,19 @@ def examined(
                     target = without_quantisation(target)
     published = call.publish(facts)
     tensors: dict[str, TensorInfo] = {}
-    renamed = published[RENAMED]
+    renamed, apart = published[RENAMED], published[APART]
     with call.guard():
         tensors = exported(held, target.how, published[KEPT])
         tensors = {renamed.get(key, key): info for key, info in tensors.items()}
+    written: dict[str, TensorInfo] = {}
+    for key, info in tensors.items():
+        if key in apart:
+            written.update((name, TensorInfo(cut.shape, info.dtype)) for name, cut in apart[key].items())
+        else:
+            written[key] = info
+    cuts = {name: cut for parts in apart.values() for name, cut in parts.items()}
     tied = tuple(tuple(renamed.get(key, key) for key in keys) for keys in published[TIED])
-    return Examined(target._replace(is_examined=True), tensors, tied, renamed)
+    return Examined(target._replace(is_examined=True), written, tied, renamed, cuts, tensors)
 
 
 def with_config(target: ExportTarget, before: Mapping[str, Any], config: Mapping[str, Any]) -> ExportTarget:

@@ -17,6 +17,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf._src import adapters
 from torch_dcp_backport.hf._src.adapters import Merged, MergedShare
+from torch_dcp_backport.hf._src.apart import taken_apart
 from torch_dcp_backport.hf._src.blocks import Part, Share, gaps, spread_of
 from torch_dcp_backport.hf._src.companions import ADAPTER_CONFIG
 from torch_dcp_backport.hf._src.comparing import differ, equal_in
@@ -165,10 +166,12 @@ def save_state_dict(
         infos = {key: (part.info,) for key, part in held.items() if key not in tied}
         done = examined(call, target, infos, tied)
         held = {done.renamed.get(key, key): part for key, part in held.items() if key not in tied}
-        share = share_of(call, held, done.tensors)
+        share = share_of(call, held, done.held)
         if plan is not None:
             plan = plan.renamed(done.renamed)
             share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
+        if done.cuts:
+            share = taken_apart(share, done.tensors, done.cuts)
         call.settle()
         if done.tied:
             doubles = doubles_of(call, done, share)
@@ -495,9 +498,17 @@ def share_of(call: Call, held: Mapping[str, HeldPart], tensors: Mapping[str, Ten
 
 
 def near(key: str, names: Iterable[str]) -> str:
-    """Return what to do about a tensor that has a longer or a shorter name in the files; "" without it."""
-    pairs = ((name, *sorted((name, key), key=len)) for name in names)
-    name = next((name for name, short, long in pairs if "." in short and long.endswith(f".{short}")), None)
+    """Return what to do about a tensor that has another name in the files, or is there in parts; else ""."""
+    parts, folder = sorted(key.split(".")), key.rpartition(".")[0]
+
+    def is_near(name: str) -> bool:
+        short, long = sorted((name, key), key=len)
+        # A longer name; the same parts in another order; or experts, each by itself.
+        is_part = bool(folder) and name.startswith(f"{folder}.0.")
+        is_moved = len(name) == len(key) and sorted(name.split(".")) == parts
+        return is_part or is_moved or ("." in short and long.endswith(f".{short}"))
+
+    name = next(filter(is_near, names), None)
     return f"there is {name}: hf.opened(folder, model) reads files as from_pretrained does" if name else ""
 
 

@@ -140,7 +140,7 @@ def agree_on_save(
             call.problems.append(of_a_tower(shape))
         call.settle()
         target = target._replace(shapes=shape.folded(written))
-        target, tensors, *_ = examined(call, target, written)
+        target, tensors, *_ = examined(call, target, written, is_named=True)
     else:
         with call.guard():
             tensors = exported(written, how.value)

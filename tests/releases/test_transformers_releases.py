@@ -1,0 +1,55 @@
+"""Exports of each release of transformers, opened by each; in the lane that has three of them."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TABLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "releases.py"))
+EQUAL, SAVED, EXPORT = TABLE["EQUAL"], TABLE["SAVED"], TABLE["EXPORT"]
+TEXT = ("qwen2, tied", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
+#: Of pictures and text; their files have other names than the models of 4.57 and 5.
+PARTS = ("gemma3", "paligemma", "llava", "mistral3")
+#: Files of transformers 5 that transformers 4 does not open: nor those that `save_pretrained` writes.
+OF_5_ALONE = ("qwen3_moe", *PARTS)
+OLDEST, MIDDLE, NEWEST = "4.51.3", "4.57.6", "5.24.0"
+#: Six processes import transformers.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    if set(TABLE["places"]()) != {OLDEST, MIDDLE, NEWEST}:
+        pytest.skip("only the lane of transformers has the three releases")
+    return TABLE["results"](tmp_path_factory.mktemp("files"), [*TEXT, *PARTS])
+
+
+@pytest.mark.parametrize("writer", [OLDEST, MIDDLE, NEWEST])
+def test_the_tensors_of_an_export_are_those_of_save_pretrained(results: Any, writer: str) -> None:
+    wrote, _ = results
+    assert set(wrote[writer].values()) == {EQUAL}
+    assert set(wrote[writer]) == {*TEXT, *PARTS} - ({"gpt_oss"} if writer == OLDEST else set())
+
+
+@pytest.mark.parametrize("reader", [OLDEST, MIDDLE, NEWEST])
+@pytest.mark.parametrize("writer", [OLDEST, MIDDLE, NEWEST])
+def test_an_export_opens_in_every_release(results: Any, writer: str, reader: str) -> None:
+    """With `from_pretrained` bit for bit, or as the files of `save_pretrained` do where these do not open."""
+    opens = results[1][reader]
+    rows = {row.partition("|")[2]: found for row, found in opens.items() if row.startswith(f"{writer}|")}
+    assert len(rows) >= len(TEXT) + len(PARTS) - 1
+    for name, found in rows.items():
+        assert found[EXPORT] == found[SAVED], (name, found)
+        if writer != NEWEST or reader == NEWEST or name not in OF_5_ALONE:
+            assert found[EXPORT] == EQUAL, (name, found)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_ours_reads_what_from_pretrained_reads(results: Any, name: str) -> None:
+    for opens in results[1].values():
+        for row, found in opens.items():
+            if row.endswith(f"|{name}") and found[SAVED] == EQUAL:
+                assert set(found.values()) == {EQUAL}, (row, found)
