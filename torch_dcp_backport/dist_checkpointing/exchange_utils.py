@@ -27,6 +27,7 @@ from torch_dcp_backport.transfer import (
     Box,
     Boxes,
     Call,
+    Failure,
     Findings,
     Group,
     Key,
@@ -383,10 +384,10 @@ def exchanged(
     def target_of(name: str, box: Box) -> torch.Tensor:
         return part_of(targets[names[name]], whole(box_shape[name]), box)
 
-    failures: list[Exception] = []
+    failures: list[Failure] = []
     move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL, failures.append))
-    for error in failures:
-        call.record(call.problem_of(error), error)
+    for error, name in failures:
+        call.record(call.problem_of(error, spelled(names[name]) if name else ""), error)
     meet(call, Topic("settling", DOUBTFUL))
     return {**result, **targets}
 

@@ -36,6 +36,7 @@ from torch_dcp_backport.transfer._src.errors import (
     CollectiveError as CollectiveError,
     Common as Common,
     DOUBTFUL as DOUBTFUL,
+    Failure as Failure,
     Findings as Findings,
     NOTHING as NOTHING,
     UNCHANGED as UNCHANGED,
@@ -55,6 +56,7 @@ from torch_dcp_backport.transfer._src.groups import (
     members as members,
     note_device as note_device,
     source_of as source_of,
+    warn_on_first as warn_on_first,
 )
 from torch_dcp_backport.transfer._src.lanes import Lane as Lane, lane_of as lane_of
 from torch_dcp_backport.transfer._src.layout import (

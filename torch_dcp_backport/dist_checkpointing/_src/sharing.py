@@ -20,12 +20,14 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index
 from torch_dcp_backport.dist_checkpointing._src.plans import cut
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader, verify_object
 from torch_dcp_backport.dist_checkpointing._src.writer import bytes_of
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import (
     DOUBTFUL,
     Agreement,
     Box,
     Boxes,
     Call,
+    Failure,
     Key,
     Memories,
     Route,
@@ -35,6 +37,7 @@ from torch_dcp_backport.transfer import (
     intersection,
     move,
     part_of,
+    problem_of,
     whole,
 )
 
@@ -123,16 +126,20 @@ def read_shared(
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     failure: Optional[Exception] = None
 
-    def failed(error: Exception) -> None:
-        # The other ranks wait for what was read; they get this error when all was sent.
-        nonlocal failure
-        failure = failure or error
+    # The other ranks wait for what was read; they get the first of these errors when all was sent.
 
     def attempt(reads: Sequence[Read]) -> None:
+        nonlocal failure
         try:
             reader.read(reads)
         except Exception as error:
-            failed(error)
+            failure = failure or error
+
+    def failed(copying: Failure) -> None:
+        nonlocal failure
+        if failure is None:
+            failure = CheckpointingException(str(problem_of(*copying)))
+            failure.__cause__ = copying.error
 
     attempt([*reads_of(index, doubles), *reads_alone(index, held, shares.alone[call.rank])])
     for window in windows:

@@ -15,6 +15,7 @@ from torch_dcp_backport.transfer import (
     Box,
     Boxes,
     Call,
+    Failure,
     Key,
     Lane,
     Memories,
@@ -34,7 +35,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
 
     A copy that fails is a problem of the call when all messages are over; the ranks have to settle then.
     """
-    failures: list[Exception] = []
+    failures: list[Failure] = []
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     relayed = () if goes_to_all(call, agreement) else share.relayed
     turns = {key: turns_of(want[key], call.ranks[0]) for key in window if key in relayed}
@@ -47,8 +48,8 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
         }
         move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL, failures.append))
     # Not before: a rank with problems takes no part in another turn.
-    for error in failures[:1]:
-        call.record(call.problem_of(error), error)
+    for error, key in failures[:1]:
+        call.record(call.problem_of(error, key), error)
 
 
 def goes_to_all(call: Call, agreement: Agreement) -> bool:
