@@ -25,7 +25,6 @@ from torch_dcp_backport.transfer import (
     DOUBTFUL,
     Attempt,
     Box,
-    Boxes,
     Call,
     Failure,
     Findings,
@@ -41,6 +40,7 @@ from torch_dcp_backport.transfer import (
     meet,
     move,
     part_of,
+    spread_of,
     whole,
 )
 
@@ -99,9 +99,9 @@ class ShardWay(NamedTuple):
     @property
     def route(self) -> Route:
         size, dtype = self.shape
-        box = (whole(size),)
-        have, want = ((self.source, box),), tuple((rank, box) for rank in self.takers)
-        return Route(Boxes(size, have), Boxes(size, want), dtype)
+        box = [whole(size)]
+        have, want = spread_of(size, {self.source: box}), spread_of(size, dict.fromkeys(self.takers, box))
+        return Route(have, want, dtype)
 
 
 Ways = dict[ShardId, ShardWay]

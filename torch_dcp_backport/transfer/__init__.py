@@ -30,6 +30,7 @@ from torch_dcp_backport.transfer._src.chunks import (
     chunk_bytes as chunk_bytes,
     chunks as chunks,
     moved as moved,
+    row_major as row_major,
 )
 from torch_dcp_backport.transfer._src.call import gc_context as gc_context
 from torch_dcp_backport.transfer._src.errors import (
@@ -95,6 +96,7 @@ from torch_dcp_backport.transfer._src.spread import (
     holders_of as holders_of,
     intersection as intersection,
     overlaps as overlaps,
+    spread_of as spread_of,
 )
 from torch_dcp_backport.transfer._src.staging import (
     Staging as Staging,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -139,24 +139,6 @@ class Share:
                 if box in first:
                     yield key, into, first[box]
                 first.setdefault(box, into)
-
-
-def spread_of(shape: tuple[int, ...], blocks: Mapping[int, Iterable[Box]]) -> Boxes:
-    """Return a tensor's blocks by rank, each block once.
-
-    Args:
-        shape: the shape of the full tensor.
-        blocks: global rank -> the boxes that it holds, in elements of the full tensor.
-
-    Example:
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box
-        >>> top, bottom = Box((0, 0), (1, 2)), Box((1, 0), (1, 2))
-        >>> spread = hf.spread_of((2, 2), {1: [bottom], 0: [top, top]})
-        >>> [(rank, len(boxes)) for rank, boxes in spread.by_rank]
-        [(0, 1), (1, 1)]
-    """
-    return Boxes(shape, tuple((rank, tuple(dict.fromkeys(boxes))) for rank, boxes in sorted(blocks.items())))
 
 
 def gaps(key: str, spread: Boxes) -> list[Problem]:
