@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import logging
 import os
 import platform
 import pydoc_data.topics
 import random
-import select
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy
 import torch
@@ -37,8 +33,10 @@ import torch.distributed as dist
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [path for path in (str(ROOT), str(ROOT / "examples")) if path not in sys.path]
+PATHS = [str(ROOT / name) for name in ("", "examples", "tests")]
+sys.path += [path for path in PATHS if path not in sys.path]
 
+from forks import Forks, Tell  # noqa: E402
 from train_resume import parallel  # noqa: E402
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager  # noqa: E402
@@ -115,13 +113,8 @@ class Training:
     seed: int
 
 
-def train(training: Training, rank: int, world: int, meeting: Path, pipe: int) -> None:
+def train(training: Training, rank: int, world: int, meeting: Path, tell: Tell) -> None:
     """Resume and train to the end, on one rank; the first rank tells each step."""
-
-    def tell(*said: Any) -> None:
-        if rank == 0:
-            os.write(pipe, json.dumps(said).encode() + b"\n")
-
     torch.set_num_threads(1)
     # On other ranks each load says that random numbers are others; without dropout none are drawn.
     logging.getLogger("torch_dcp_backport").setLevel(logging.ERROR)
@@ -203,41 +196,19 @@ class Start:
             self.saved = step
 
 
-def forked(training: Training, world: int, meeting: Path) -> tuple[list[int], int]:
-    """Start all ranks as forks, which have torch already; their ids, and where the first of them tells."""
-    reads, writes = os.pipe()
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                os.close(reads)
-                train(training, rank, world, meeting, writes)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(child)
-    os.close(writes)
-    return children, reads
-
-
 def start(training: Training, world: int, meeting: Path, kill: Optional[Kill]) -> Start:
-    """Train until the kill, or to the end."""
-    found, rest, ended = Start(world), b"", False
-    children, pipe = forked(training, world, meeting)
+    """Train until the kill, or to the end. The ranks are forks, which have torch already."""
+    found, ended = Start(world), False
+    forks = Forks(world, lambda rank, tell: train(training, rank, world, meeting, tell))
     try:
         while not (ended or found.is_killed):
             since = time.monotonic()
-            if not select.select([pipe], [], [], PATIENCE)[0]:
+            messages = forks.heard(PATIENCE)
+            if messages is None:
                 sys.exit(f"the training on {world} ranks said nothing for {PATIENCE:g} s")
-            data = os.read(pipe, 2**16)
-            if not data:
+            if not messages:
                 sys.exit(f"the training on {world} ranks failed; see above")
-            *lines, rest = (rest + data).split(b"\n")
-            for kind, step, loss in map(json.loads, lines):
+            for kind, step, loss in messages:
                 found.hear(kind, step, loss, time.monotonic() - since)
                 ended = ended or kind == "ended"
                 if kill and not found.is_killed and kind == kill.kind and step >= kill.step:
@@ -245,19 +216,11 @@ def start(training: Training, world: int, meeting: Path, kill: Optional[Kill]) -
                     found.is_killed = True
     finally:
         if not ended:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-        for child in children:
-            os.waitpid(child, 0)
-        for line in _rest_of(pipe, rest):  # what the first rank told before it was gone
-            found.hear(*json.loads(line), 0.0)
+            forks.kill()
+        for message in forks.end()[1]:  # what the first rank told before it was gone
+            found.hear(*message, 0.0)
     found.is_in_a_save = found.is_killed and any(training.folder.glob(".*.tmp-*"))
     return found
-
-
-def _rest_of(pipe: int, said: bytes) -> list[bytes]:
-    with os.fdopen(pipe, "rb") as file:
-        return (said + file.read()).split(b"\n")[:-1]
 
 
 def kills_of(chance: random.Random, count: int, training: Training, calm: Start) -> list[Kill]:

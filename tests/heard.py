@@ -10,13 +10,13 @@ from torch_dcp_backport.transfer._src import once
 
 
 @contextlib.contextmanager
-def heard(room: str) -> Iterator[list[str]]:
-    """The messages of a room's logger within the context; what was said before is said anew."""
+def heard(room: str = "") -> Iterator[list[str]]:
+    """The messages of a room's logger, or of all, within the context; what was said before is said anew."""
     once.forget()
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(f"torch_dcp_backport.{room}")
+    logger = logging.getLogger(f"torch_dcp_backport.{room}".rstrip("."))
     logger.addHandler(handler)
     try:
         yield said

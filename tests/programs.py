@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,11 @@ from pathlib import Path
 from warm import Interpreters
 
 SECONDS = 200
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The texts of a page's blocks of a language."""
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def output_of(arguments: Sequence[str], folder: Path) -> str:

@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from damaging import flip
+from heard import heard
 from trainer import Loader, Trainer
 
 from torch_dcp_backport.checkpoint import (
@@ -120,6 +121,22 @@ def test_verls_own_settings_are_known_and_unused_ones_said_once(tmp_path: Path, 
     for _ in range(2):
         Trainer(tmp_path, config=Verls(mbridge_config={"memory_efficient": True}))
     assert caplog.text.count("mbridge_config changes nothing here") == 1
+
+
+def told_of_unused(api: Any, folder: Path) -> list[str]:
+    with heard("checkpoint") as said:
+        for _ in range(2):
+            Trainer(folder, config=Verls(mbridge_config={"memory_efficient": True}))
+            MegatronCheckpointManager(model=torch.nn.Linear(2, 2), bridge=object())
+    return said
+
+
+def test_what_changes_nothing_is_said_by_the_first_rank_alone(ranks, tmp_path: Path) -> None:
+    first, other = ranks(told_of_unused, tmp_path, world=2)
+    assert len(first) == 2
+    assert "mbridge_config changes nothing here" in first[0]
+    assert "bridge: changes nothing here" in first[1]
+    assert other == []
 
 
 def test_verls_own_arguments_of_megatrons_manager(caplog) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import logging
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ import dying
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 from pool import on_ranks
 from torch import nn
 
@@ -192,15 +192,9 @@ def test_a_torn_copy_that_is_asked_for_is_refused_by_its_digest(api: Any, tmp_pa
     expected = trained(tmp_path)
     once(flip, files_of(tmp_path, "n1", 0, 3))
     once(shutil.rmtree, tmp_path / "n0")
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    nearby.logger.addHandler(handler)
-    try:
+    with heard("checkpoint") as records:
         training = Training(1)
         assert training.resume(on_nodes(tmp_path)).step == 2
-    finally:
-        nearby.logger.removeHandler(handler)
     assert equal(training.values(), expected[2])
     assert not list((tmp_path / "n0" / "rank_0").glob("*step_3.*"))
     if dist.get_rank() == 0:
@@ -659,21 +653,12 @@ def test_connections_are_opened_without_waiting_for_each_other(api: Any, tmp_pat
 
 @on_ranks()
 def test_one_node_saves_without_copies_and_says_so_once(api: Any, tmp_path: Path) -> None:
-    from torch_dcp_backport.transfer._src import once as said
-
-    said.forget()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    nearby.logger.addHandler(handler)
-    try:
+    with heard("checkpoint") as records:
         for _ in range(2):
             tier = NearbyCheckpoints(tmp_path, run="a")
             assert tier.latest() in (None, 1)
             assert tier.load({"w": torch.zeros(1)}) is None or tier.latest() == 1
             tier.save({"w": torch.ones(1)}, 1)
-    finally:
-        nearby.logger.removeHandler(handler)
     texts = [text for text in records if "all ranks are on one node" in text]
     assert len(texts) == (dist.get_rank() == 0)
 

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
-import math
 import os
 import random
-import select
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +18,7 @@ from typing import Any, NamedTuple, Optional
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Forks, Tell
 from trainer import Trainer
 
 from torch_dcp_backport.checkpoint._src import manifest, remote, store
@@ -62,13 +59,8 @@ class How(NamedTuple):
     waits: bool = False
 
 
-def go_on(root: Path, rank: int, how: How, rendezvous: Path, pipe: int) -> None:
+def go_on(root: Path, rank: int, how: How, rendezvous: Path, tell: Tell) -> None:
     """Resume, and train until the process is killed; tells what was resumed, and each step that is safe."""
-
-    def tell(*said: Any) -> None:
-        if rank == 0:
-            os.write(pipe, json.dumps(said).encode() + b"\n")
-
     torch.set_num_threads(1)
     if how.world > 1:
         dist.init_process_group(
@@ -93,44 +85,22 @@ def go_on(root: Path, rank: int, how: How, rendezvous: Path, pipe: int) -> None:
             tell("uploaded", step, "")
 
 
-def heard(pipe: int, count: float, seconds: float, kind: str = "resumed") -> list[tuple[str, int, str]]:
-    """So many messages, and one of a kind; or what came until the pipe's end or the time is over."""
-    end, messages, said = time.monotonic() + seconds, list[Any](), b""
-    while len(messages) < count or kind not in (message[0] for message in messages):
-        if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-            break
-        data = os.read(pipe, 2**16)
-        if not data:
-            break
-        *lines, said = (said + data).split(b"\n")
-        messages += map(json.loads, lines)
-    return messages
-
-
 def killed(root: Path, how: How, count: int, moment: float, rendezvous: Path, kind: str) -> list[Any]:
     """Train in processes that are killed a moment after so many messages and one of a kind; all they told."""
-    reads, writes = os.pipe()
-    children = []
-    for rank in range(how.world):
-        child = os.fork()
-        if not child:
-            try:
-                os.close(reads)
-                go_on(root, rank, how, rendezvous, writes)
-            finally:
-                os._exit(1)
-        children.append(child)
-    os.close(writes)
+    forks = Forks(how.world, lambda rank, tell: go_on(root, rank, how, rendezvous, tell))
+    messages = list[Any]()
+    end = time.monotonic() + STARTED
+    while len(messages) < 1 + count or kind not in (message[0] for message in messages):
+        told = forks.heard(end - time.monotonic())
+        if not told:
+            break
+        messages += told
     # However slow the machine is: the moment counts from the last message.
-    messages = heard(reads, 1 + count, STARTED, kind)
     time.sleep(moment)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-    ends = [os.waitpid(child, 0)[1] for child in children]
-    messages += heard(reads, math.inf, STARTED)
-    os.close(reads)
-    assert all(os.WIFSIGNALED(end) for end in ends), "it ended by itself; see above"
-    return messages
+    forks.kill()
+    statuses, last = forks.end()
+    assert all(map(os.WIFSIGNALED, statuses)), "it ended by itself; see above"
+    return messages + last
 
 
 def check_copies(root: Path, uploaded: int) -> int:

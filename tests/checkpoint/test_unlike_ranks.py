@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, verify
-from torch_dcp_backport.transfer._src import once
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -51,7 +51,6 @@ class Normed(nn.Module):
 
 
 def buffers_of(api: Any, root: Path, is_async: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    once.forget()
     torch.manual_seed(0)
     model, rank = Normed(), dist.get_rank()
     # DDP makes all ranks alike when it is made; a step has local statistics again.
@@ -62,14 +61,11 @@ def buffers_of(api: Any, root: Path, is_async: bool) -> tuple[dict[str, torch.Te
         model.norm.num_batches_tracked.fill_(rank)
         # One element among 600,000.
         model.large[2, 100_000 + rank] = 1.0
-    said: list[str] = []
-    record = logging.Handler()
-    record.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_dcp_backport").addHandler(record)
-    handler = handler_of(root, wrapped, checkpoint_config={"async_save": is_async})
-    for number in (1, 2):
-        handler.save_checkpoint(number)
-    handler.finish()
+    with heard() as said:
+        handler = handler_of(root, wrapped, checkpoint_config={"async_save": is_async})
+        for number in (1, 2):
+            handler.save_checkpoint(number)
+        handler.finish()
     first = {name: value.clone() for name, value in model.state_dict().items()}
     fresh = Normed()
     handler_of(root, nn.parallel.DistributedDataParallel(fresh)).load_checkpoint()
@@ -104,14 +100,11 @@ def replicas_of_shards(api: Any, root: Path) -> list[str]:
     if dist.get_rank() >= 2:
         with torch.no_grad():
             model.weight.to_local()[7] += 1
-    said: list[str] = []
-    record = logging.Handler()
-    record.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_dcp_backport").addHandler(record)
     expected = model.weight.to_local().detach().clone()
     dist.broadcast(expected, dist.get_rank() % 2, group=groups()[dist.get_rank() % 2])
     handler = handler_of(root, model)
-    handler.save_checkpoint(1)
+    with heard() as said:
+        handler.save_checkpoint(1)
     handler.load_checkpoint()
     assert torch.equal(model.weight.to_local(), expected)
     return [text for text in said if "differ between the ranks" in text]

@@ -17,6 +17,7 @@ import cpu_fsdp
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 from pool import on_ranks
 from test_ranks import sharded
 from test_user_state import Holder
@@ -411,18 +412,11 @@ def test_an_upload_that_failed_does_not_keep_it_from_being_saved(tmp_path: Path,
 
 
 def train_on_ranks(api: Any, root: Path, what: str) -> list[str]:
-    rank, texts = dist.get_rank(), list[str]()
-
-    class Seen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    seen = Seen()
-    logging.getLogger("torch_dcp_backport.checkpoint").addHandler(seen)
+    rank = dist.get_rank()
     policy = SavePolicy(on_exception=True, patience=1.0 if what == "one leaves" else 60.0)
     trainer = Trainer(root, sharded(), save_policy=policy)
     try:
-        with trainer.handler.watching():
+        with heard("checkpoint") as texts, trainer.handler.watching():
             for step in (1, 2):
                 trainer.train(step + rank)
                 trainer.handler.save_if_due(step)
@@ -439,7 +433,6 @@ def train_on_ranks(api: Any, root: Path, what: str) -> list[str]:
     except Boom:
         pass
     finally:
-        logging.getLogger("torch_dcp_backport.checkpoint").removeHandler(seen)
         dist.barrier()
     return texts
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from client import environment, facts, full_state_of, tiny_llama
 from conftest import check_orders
+from programs import blocks
 from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,9 +23,8 @@ COPY = "verl.third_party.torch.distributed.checkpoint.state_dict"
 
 def documented_module() -> str:
     """The program that docs/recipes.md gives to verl's users."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
-    (program,) = (block for block in text.split("```") if block.startswith("python") and "verl" in block)
-    return program.removeprefix("python\n")
+    (program,) = (text for text in blocks(ROOT / "docs/recipes.md", "python") if "verl" in text)
+    return program
 
 
 def a_job(api: Any, order: str, folder: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,35 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor, load, save
 from torch_dcp_backport.dist_checkpointing._src import common
 
-LOGGER = logging.getLogger("torch_dcp_backport.dist_checkpointing")
-
-
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.texts.append(record.getMessage())
-
 
 def told(folder: Path, state: dict[str, Any], **options: Any) -> list[str]:
-    kept = Kept()
-    LOGGER.addHandler(kept)
-    try:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        rows = ShardedTensor.from_rank_offsets("rows", torch.ones(2, 3), (0, rank, world))
-        save({**state, "rows": rows}, folder, **options)
-    except CheckpointingException as error:
-        kept.texts.append(str(error))
-    finally:
-        LOGGER.removeHandler(kept)
-    return kept.texts
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = ShardedTensor.from_rank_offsets("rows", torch.ones(2, 3), (0, rank, world))
+    with heard("dist_checkpointing") as texts:
+        try:
+            save({**state, "rows": rows}, folder, **options)
+        except CheckpointingException as error:
+            texts.append(str(error))
+    return texts
 
 
 def state_of(rank: int) -> dict[str, Any]:

@@ -373,7 +373,7 @@ def load_into_failing(room: Any, folder: Path) -> str:
 def test_a_destination_that_fails_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks(save_large, tmp_path)
     (text,) = set(ranks(load_into_failing, tmp_path))
-    assert "rank 2: ValueError: no values are taken" in text
+    assert "rank 2: ValueError: no values are taken: w" in text
     assert "do not use what was being loaded" in text
 
 

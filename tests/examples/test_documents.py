@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import output_of_code
+from programs import blocks, output_of_code
 from warm import Interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,18 +28,10 @@ ELSEWHERE = {
 }
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
-    """(page, text) of every block of this language."""
-    return [
-        (page.name, text)
-        for page in PAGES
-        for text in re.findall(rf"^ *```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    ]
-
-
 COMMANDS = {
     command
-    for _, text in blocks("bash")
+    for page in PAGES
+    for text in blocks(page, "bash")
     for line in text.splitlines()
     for command in [re.sub(r"\s+#.*", "", line).strip()]
     if command
@@ -71,8 +63,9 @@ def test_what_others_run_is_still_shown() -> None:
 #: megatron-core has a lane of its own (tests/megatron/test_megatron_core.py).
 IN_OTHER_LANES = ("FSDPEngineWithLMHead", "from megatron.core")
 PROGRAMS = [
-    (page, program)
-    for page, program in blocks("python")
+    (page.name, program)
+    for page in PAGES
+    for program in blocks(page, "python")
     if not any(words in program for words in IN_OTHER_LANES)
 ]
 
@@ -83,7 +76,7 @@ def test_a_program_runs(interpreters: Interpreters, page: str, program: str, tmp
 
 
 def test_the_complete_test_of_a_load_passes_with_the_fix_and_fails_without(tmp_path: Path) -> None:
-    (program,) = (text for page, text in blocks("python") if page == "in-your-ci.md")
+    (program,) = (text for page, text in PROGRAMS if page == "in-your-ci.md")
     (tmp_path / "test_load.py").write_text(program)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     tests = ["-m", "pytest", "-q", "-p", "torch_dcp_backport.regression.plugin", "test_load.py"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import output_of, output_of_code, output_of_ranks
+from programs import blocks, output_of, output_of_code, output_of_ranks
 from warm import Interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,12 +64,8 @@ def test_the_tour_breaks_a_load_mends_it_and_resumes_on_other_ranks() -> None:
 def test_the_quickstart_of_the_engine_trains_saves_and_loads(
     interpreters: Interpreters, tmp_path: Path
 ) -> None:
-    page = (ROOT / "docs/engine.md").read_text()
-    (program,) = (
-        text
-        for text in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-        if "FSDPEngineWithLMHead" in text
-    )
+    programs = blocks(ROOT / "docs/engine.md", "python")
+    (program,) = (text for text in programs if "FSDPEngineWithLMHead" in text)
     output = output_of_code(interpreters, program, tmp_path)
     assert re.search(r"\[\d\.\d+\]", output), output
     assert (tmp_path / "ckpt/global_step_1/manifest.json").is_file()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer import Box, Call
+from torch_dcp_backport.transfer import Box, Call, Failure
 from torch_dcp_backport.transfer._src import staging
 from torch_dcp_backport.transfer._src.exchange import Route
 from torch_dcp_backport.transfer._src.layout import whole
@@ -54,13 +54,13 @@ def test_in_one_process_too_the_caller_is_told_of_a_failed_copy() -> None:
         raise OSError("no memory")
 
     held = Boxes((4,), ((0, (whole((4,)),)),))
-    told: list[Exception] = []
+    told: list[Failure] = []
     with Call("cannot move", "move", ()) as call:
         routes = {"w": Route(held, held, torch.float32)}
         move(call, call.agree(), routes, Memories(fails, fails, failed=told.append))
         with pytest.raises(OSError, match="no memory"):
             move(call, call.agree(), routes, Memories(fails, fails))
-    assert list(map(str, told)) == ["no memory"]
+    assert [(str(error), key) for error, key in told] == [("no memory", "w")]
 
 
 @pytest.mark.parametrize("rows", [64, 2**16])

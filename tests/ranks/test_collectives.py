@@ -18,7 +18,7 @@ from values import Breaking
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
-from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer import Box, Call, Failure, Problem
 from torch_dcp_backport.transfer._src import lanes, meet, wire
 from torch_dcp_backport.transfer._src.consensus import share_findings
 from torch_dcp_backport.transfer._src.exchange import Route
@@ -243,11 +243,11 @@ def test_what_one_rank_holds_is_broadcast(ranks, holder):
     assert ranks(collectively, boxes_of_one_holder, holder) == expected
 
 
-def tells_of_failures(api: Any, on: int, size: tuple[int, int]) -> tuple[list[str], str]:
+def tells_of_failures(api: Any, on: int, size: tuple[int, int]) -> tuple[list[tuple[str, str]], str]:
     """(what this rank's caller is told, what all ranks are told then), where copies of a rank fail."""
     rank, full = dist.get_rank(), Box((0, 0), size)
     value = torch.ones(size)
-    told: list[Exception] = []
+    told: list[Failure] = []
 
     def part(_: str, box: Box) -> torch.Tensor:
         if rank == on:
@@ -260,11 +260,11 @@ def tells_of_failures(api: Any, on: int, size: tuple[int, int]) -> tuple[list[st
         agreement = call.agree({}, staging_bytes=200)
         memories = Memories(part, part, failed=told.append)
         move(call, agreement, {"w": Route(have, want, torch.float32)}, memories)
-        for error in told:
-            call.record(call.problem_of(error), error)
+        for error, key in told:
+            call.record(call.problem_of(error, key), error)
         with pytest.raises(RuntimeError) as caught:
             call.settle()
-    return list(map(str, told)), str(caught.value)
+    return [(str(error), key) for error, key in told], str(caught.value)
 
 
 @pytest.mark.parametrize("size", [(12, 5), (16, 4)], ids=["packed", "as it lies"])
@@ -272,9 +272,9 @@ def tells_of_failures(api: Any, on: int, size: tuple[int, int]) -> tuple[list[st
 @pytest.mark.parametrize("way", [(), (collectively,)], ids=["gloo", "collectives"])
 def test_a_failed_copy_ends_no_exchange_whose_caller_is_told(ranks, way, on, size):
     told, texts = zip(*ranks(*way, tells_of_failures, on, size))
-    assert [rank for rank in range(4) if told[rank] == ["no memory"]] == [on]
+    assert [rank for rank in range(4) if told[rank] == [("no memory", "w")]] == [on]
     assert len(set(texts)) == 1
-    assert f"rank {on}: OSError: no memory" in texts[0]
+    assert f"rank {on}: OSError: no memory: w" in texts[0]
 
 
 def without_all_gather(api: Any) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 from models import local_of
 from optimizers import WAYS, WRAPPERS, frozen, held, load, saved, step, weights, wrapped
 from pool import on_ranks
@@ -50,20 +48,6 @@ def part_used(wrapper: str, kind: str) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optim
 
 
-@contextlib.contextmanager
-def log() -> Iterator[list[str]]:
-    """What the library's loggers say."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_dcp_backport")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
 def skip_where_absent(kind: str, wrapper: str) -> None:
     if not hasattr(torch.optim, kind):
         pytest.skip("not in this torch")
@@ -90,7 +74,7 @@ def resume(api: Any, wrapper: str, kind: str, way: str) -> None:
         for mine, its in zip(other.parameters(), model.parameters()):
             local_of(mine).copy_(local_of(its))
     fresh = optimizer_of(other, kind, lr=1.0)
-    with log() as lines:
+    with heard() as lines:
         load(api, other, fresh, state, way)
     expected = 0 if kind in NEUTRAL or (way.startswith("rank0") and dist.get_rank()) else 1
     assert len(lines) == expected, lines
@@ -139,7 +123,7 @@ def never_trainable(api: Any, wrapper: str, way: str, ignore: bool) -> None:
     other = wrapped(wrapper, seed=1)
     next(other.parameters()).requires_grad_(False)
     fresh = torch.optim.Adam(other.parameters(), lr=1.0)
-    with log() as lines:
+    with heard() as lines:
         load(api, other, fresh, state, way, ignore_frozen_params=ignore)
     assert held(fresh) == want
     assert not lines
@@ -214,7 +198,7 @@ def test_a_dict_without_the_states_of_unused_parameters(
     if way.startswith("full"):
         # As trainers get the form of what they read: it leaves states before the first step.
         api.get_optimizer_state_dict(other, fresh)
-    with log() as lines:
+    with heard() as lines:
         load(api, other, fresh, state, way)
     assert len(lines) == (0 if way.startswith("rank0") and dist.get_rank() else 1), lines
     assert held(fresh) == want
@@ -295,7 +279,7 @@ def test_a_stateless_optimizer_stays_stateless(api: Any, wrapper: str, way: str)
             optim.param_groups[0]["lr"] = 1.0
             if stepped:
                 step(other, optim, "other")
-        with log() as lines:
+        with heard() as lines:
             load(api, other, fresh, state, way)
         assert [held(optim) for optim in fresh] == [held(optim) for optim in optims]
         assert not fresh[1].state

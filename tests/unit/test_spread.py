@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch_dcp_backport.transfer import Box, Layout, Mesh
 from torch_dcp_backport.transfer._src.exchange import ExchangePlan, Route
 from torch_dcp_backport.transfer._src.layout import whole
-from torch_dcp_backport.transfer._src.spread import Boxes, Spread, holders_of, problems_of_spreads, ways_of
+from torch_dcp_backport.transfer._src.spread import (
+    Boxes,
+    Spread,
+    holders_of,
+    problems_of_spreads,
+    spread_of,
+    ways_of,
+)
 
 RANKS = tuple(range(6))
 
@@ -36,7 +43,7 @@ def lists(draw: Any, shape: tuple[int, ...], covering: bool) -> Boxes:
         box = Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
         for rank in draw(st.sets(st.sampled_from(RANKS), min_size=int(covering), max_size=3)):
             by_rank.setdefault(rank, []).append(box)
-    return Boxes(shape, tuple((rank, tuple(boxes)) for rank, boxes in sorted(by_rank.items())))
+    return spread_of(shape, by_rank)
 
 
 @st.composite

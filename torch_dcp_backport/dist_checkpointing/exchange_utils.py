@@ -25,8 +25,8 @@ from torch_dcp_backport.transfer import (
     DOUBTFUL,
     Attempt,
     Box,
-    Boxes,
     Call,
+    Failure,
     Findings,
     Group,
     Key,
@@ -40,6 +40,7 @@ from torch_dcp_backport.transfer import (
     meet,
     move,
     part_of,
+    spread_of,
     whole,
 )
 
@@ -98,9 +99,9 @@ class ShardWay(NamedTuple):
     @property
     def route(self) -> Route:
         size, dtype = self.shape
-        box = (whole(size),)
-        have, want = ((self.source, box),), tuple((rank, box) for rank in self.takers)
-        return Route(Boxes(size, have), Boxes(size, want), dtype)
+        box = [whole(size)]
+        have, want = spread_of(size, {self.source: box}), spread_of(size, dict.fromkeys(self.takers, box))
+        return Route(have, want, dtype)
 
 
 Ways = dict[ShardId, ShardWay]
@@ -383,10 +384,10 @@ def exchanged(
     def target_of(name: str, box: Box) -> torch.Tensor:
         return part_of(targets[names[name]], whole(box_shape[name]), box)
 
-    failures: list[Exception] = []
+    failures: list[Failure] = []
     move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL, failures.append))
-    for error in failures:
-        call.record(call.problem_of(error), error)
+    for error, name in failures:
+        call.record(call.problem_of(error, spelled(names[name]) if name else ""), error)
     meet(call, Topic("settling", DOUBTFUL))
     return {**result, **targets}
 

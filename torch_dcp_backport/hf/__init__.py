@@ -3,13 +3,14 @@
 Knows tensors, files and process groups; must never know a model's layers.
 """
 
-from torch_dcp_backport.hf._src.blocks import Part, Share, gaps, spread_of
+from torch_dcp_backport.hf._src.blocks import Part, Share, gaps
 from torch_dcp_backport.hf._src.export import Export, Saved, collect, export
 from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf._src.opening import opened
 from torch_dcp_backport.hf._src.sight import Sight, look
 from torch_dcp_backport.hf._src.source import Folder, Given, Source
 from torch_dcp_backport.hf._src.state import Filled, load_state_dict, save_adapter, save_state_dict
+from torch_dcp_backport.transfer import spread_of
 
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
 # isort: off

@@ -30,12 +30,14 @@ from torch_dcp_backport.transfer._src.chunks import (
     chunk_bytes as chunk_bytes,
     chunks as chunks,
     moved as moved,
+    row_major as row_major,
 )
 from torch_dcp_backport.transfer._src.call import gc_context as gc_context
 from torch_dcp_backport.transfer._src.errors import (
     CollectiveError as CollectiveError,
     Common as Common,
     DOUBTFUL as DOUBTFUL,
+    Failure as Failure,
     Findings as Findings,
     NOTHING as NOTHING,
     UNCHANGED as UNCHANGED,
@@ -55,6 +57,7 @@ from torch_dcp_backport.transfer._src.groups import (
     members as members,
     note_device as note_device,
     source_of as source_of,
+    warn_on_first as warn_on_first,
 )
 from torch_dcp_backport.transfer._src.lanes import Lane as Lane, lane_of as lane_of
 from torch_dcp_backport.transfer._src.layout import (
@@ -93,6 +96,7 @@ from torch_dcp_backport.transfer._src.spread import (
     holders_of as holders_of,
     intersection as intersection,
     overlaps as overlaps,
+    spread_of as spread_of,
 )
 from torch_dcp_backport.transfer._src.staging import (
     Staging as Staging,

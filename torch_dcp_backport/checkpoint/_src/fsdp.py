@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -76,7 +76,6 @@ from torch_dcp_backport.transfer import (
     group_ranks,
     layout_of,
     meet,
-    warn_once,
 )
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -372,7 +371,8 @@ class FSDPCheckpointManager(ShardedManager):
         name = self.active_adapter(configs)
         model = base_of(self.unwrapped)
         settings = beside.adapter_settings(configs[name], str(self.origin or ""), model)
-        tell_of_running(self.unwrapped, name, settings)
+        for text, about in unlike_running(self.unwrapped, name, settings):
+            self.tell(text, about)
         return Adapter(name, settings, transposed_in(self.unwrapped), len(configs) > 1)
 
     @property
@@ -756,19 +756,21 @@ def transposed_in(model: nn.Module) -> dict[str, bool]:
     return found
 
 
-def tell_of_running(model: nn.Module, adapter: str, settings: Mapping[str, Any]) -> None:
-    """Say once where a model computes now with less, or more, of an adapter than is merged."""
+def unlike_running(
+    model: nn.Module, adapter: str, settings: Mapping[str, Any]
+) -> Iterator[tuple[str, Optional[Hashable]]]:
+    """Yield warnings, and what they are of, where a model computes now with less or more of an adapter."""
     for name, module in model.named_modules():
         scales, ranks = getattr(module, "scaling", None), getattr(module, "r", None)
         if not isinstance(scales, Mapping) or not isinstance(ranks, Mapping) or adapter not in scales:
             continue
         if getattr(module, "disable_adapters", False) is True:
-            warn_once(logger, f"the adapter {adapter} is disabled in the model, and merged in hf_model")
+            yield f"the adapter {adapter} is disabled in the model, and merged in hf_model", None
         path = path_of(name)
         expected = scale_of(path, ranks[adapter], settings)
         if not math.isclose(scales[adapter], expected, rel_tol=1e-6):
             text = f"{scales[adapter]} in {path}, where its configuration says {expected}, as is merged"
-            warn_once(logger, f"the adapter {adapter} has the factor {text}", ("factor", adapter))
+            yield f"the adapter {adapter} has the factor {text}", ("factor", adapter)
 
 
 def configuration_of(model: nn.Module) -> Any:

@@ -11,7 +11,7 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -45,7 +45,7 @@ from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import saving
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
-from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, at_first, warn_once
+from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, at_first, warn_on_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -114,13 +114,15 @@ class BaseCheckpointManager:
             ValueError: an unknown content or setting, or a setting without a value (OmegaConf's "???").
         """
         settings = resolved(checkpoint_config, "checkpoint_config")
-        check_settings(settings)
+        unused = unused_settings(settings)
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.processing_class = processing_class
         self.checkpoint_config = checkpoint_config
         self.process_group = process_group
+        for text in unused:
+            self.tell(text)
         self.checkpoint_save_contents = contents_of(settings, "save_contents", self.offered)
         asked = contents_of(settings, "load_contents", self.offered)
         # verl's trainers load what they save: both lists name what is only saved.
@@ -316,6 +318,15 @@ class BaseCheckpointManager:
         """Whether this rank is the first of the manager's ranks."""
         return not dist.is_initialized() or dist.get_rank(self.process_group) == 0
 
+    def tell(self, text: str, about: Optional[Hashable] = None) -> None:
+        """Log a warning that concerns every rank: on the first of the manager's ranks, once in its process.
+
+        Args:
+            text: the warning.
+            about: what the warning is of, where its text differs from time to time.
+        """
+        warn_on_first(logger, text, self.process_group, about)
+
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
         """Remove the older checkpoints that retention does not keep. Runs on the first rank.
 
@@ -354,12 +365,15 @@ def step_in(path: object) -> int:
     return next((int(match[1]) for match in matches if match is not None), 0)
 
 
-def check_settings(config: Any) -> None:
-    """Refuse settings that are not known: a misspelt name would change nothing, and say nothing.
+def unused_settings(config: Any) -> list[str]:
+    """Return warnings of settings that change nothing here.
+
+    A setting that is not known is refused: a misspelt name would change nothing, and say nothing.
 
     Raises:
         ValueError: naming the setting and the nearest known one.
     """
+    texts = []
     for name in names_in(config):
         if name in SETTINGS or name.startswith("_"):
             continue
@@ -368,7 +382,8 @@ def check_settings(config: Any) -> None:
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise ValueError(f"checkpoint_config has no {name}: there are {', '.join(SETTINGS)}{hint}")
         if setting(config, name):
-            warn_once(logger, f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
+            texts.append(f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
+    return texts
 
 
 def names_in(config: Any) -> list[str]:

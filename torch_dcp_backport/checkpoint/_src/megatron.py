@@ -40,7 +40,7 @@ from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
-from torch_dcp_backport.transfer import Group, warn_once
+from torch_dcp_backport.transfer import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -135,10 +135,6 @@ class MegatronCheckpointManager(ShardedManager):
         others = {"bridge": bridge, "provider": provider, "peft_cls": peft_cls}
         asked = [name for name, value in others.items() if value is not None]
         asked += [] if use_dist_checkpointing else ["use_dist_checkpointing=False"]
-        if asked:
-            warn_once(
-                logger, f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint"
-            )
         chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else model
         super().__init__(
             chunks,
@@ -149,6 +145,8 @@ class MegatronCheckpointManager(ShardedManager):
             trust=trust,
             process_group=process_group,
         )
+        if asked:
+            self.tell(f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint")
         self.transformer_config = transformer_config
         self.hf_config = hf_config
         self.param_dtype = param_dtype
@@ -211,7 +209,7 @@ class MegatronCheckpointManager(ShardedManager):
         if self.should_load_optimizer and self.lr_scheduler is not None:
             if self.use_checkpoint_opt_param_scheduler:
                 self.lr_scheduler.load_state_dict(self.schedule_in_load(loaded))
-            else:
+            elif self.is_first:
                 logger.warning("the schedule begins anew: use_checkpoint_opt_param_scheduler is False")
         if self.should_load_extra:
             if self.place()[0] == 0 and tuple(common[GRID]) != place.grid:

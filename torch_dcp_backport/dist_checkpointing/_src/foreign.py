@@ -15,8 +15,8 @@ import torch
 from torch_dcp_backport.dist_checkpointing._src.body import ELSEWHERE
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.metadata import RecordPlace
-from torch_dcp_backport.dist_checkpointing._src.records import strides_of
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Described, Refused, TensorReader
+from torch_dcp_backport.transfer import row_major
 
 #: Bytes that are read of the end of a record; a directory of torch's has less than 1 KiB.
 END = 4096
@@ -72,7 +72,7 @@ def locate(source: ReadSource, place: RecordPlace, size: tuple[int, ...]) -> Opt
     values = entries.get(f"{stem}data/{value.storage}")
     if values is None:
         raise Damaged(f"{place.file}: the record at byte {place.offset} has no values")
-    dense = all(extent == 1 or a == b for extent, a, b in zip(size, value.strides, strides_of(size)))
+    dense = all(extent == 1 or a == b for extent, a, b in zip(size, value.strides, row_major(size)))
     nbytes = math.prod(size) * value.dtype.itemsize
     if not dense or value.offset or value.flags or values.nbytes != nbytes:
         return None

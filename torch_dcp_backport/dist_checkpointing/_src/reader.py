@@ -19,11 +19,11 @@ from torch_dcp_backport.dist_checkpointing._src import foreign
 from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace
-from torch_dcp_backport.dist_checkpointing._src.records import LARGEST, extent_of, form_of, pieces, strides_of
+from torch_dcp_backport.dist_checkpointing._src.records import LARGEST, extent_of, form_of, pieces
 from torch_dcp_backport.dist_checkpointing._src.values import Unloadable, loads
 from torch_dcp_backport.dist_checkpointing._src.writer import bytes_of, is_flat
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import Box, Problem, part_of
+from torch_dcp_backport.transfer import Box, Problem, part_of, row_major
 
 #: Bytes that are read and then checksummed while they are still in the processor's cache.
 BLOCK = 2**20
@@ -277,7 +277,7 @@ class RecordReader:
             values.read(first, data)
             assert self._buffer is not None, "it was just made"
             typed = self._buffer[piece.start - first : piece.stop - first].view(read.dtype)
-            source = typed.as_strided(piece.box.size, strides_of(stored.size))
+            source = typed.as_strided(piece.box.size, row_major(stored.size))
             part_of(read.target, read.holds, piece.box).copy_(source)
 
     def read_by_torch(self, source: ReadSource, read: Read) -> None:

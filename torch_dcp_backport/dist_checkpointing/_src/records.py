@@ -18,7 +18,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from torch_dcp_backport.dist_checkpointing._src.body import Form
-from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer import Box, row_major
 
 # --- descriptions of tensors ---
 
@@ -61,7 +61,7 @@ class _Describer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, _Tensor):
             return NotImplemented
-        numel, strides = math.prod(value.size), strides_of(value.size)
+        numel, strides = math.prod(value.size), row_major(value.size)
         hooks: OrderedDict[str, Any] = OrderedDict()
         if value.dtype in TYPED:
             storage = _Storage(TYPED[value.dtype], numel)
@@ -75,15 +75,6 @@ def description(dtype: torch.dtype, size: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
     _Describer(file, protocol=2).dump(_Tensor(dtype, size))
     return file.getvalue()
-
-
-def strides_of(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row-major strides, in elements."""
-    strides, step = [], 1
-    for extent in reversed(size):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 # --- runs of a box in a file ---
@@ -109,7 +100,7 @@ def extent_of(stored: Box, part: Box, itemsize: int) -> tuple[int, int]:
     if part is stored:
         return 0, part.numel * itemsize
     first = last = 0
-    for stride, base, start, size in zip(strides_of(stored.size), stored.offset, part.offset, part.size):
+    for stride, base, start, size in zip(row_major(stored.size), stored.offset, part.offset, part.size):
         first += (start - base) * stride
         last += (start - base + size - 1) * stride
     return first * itemsize, (last + 1) * itemsize
@@ -125,7 +116,7 @@ def pieces(
     """
     if not part.numel:
         return
-    strides = strides_of(stored.size)
+    strides = row_major(stored.size)
     left = [part]
     while left:
         box = left.pop()

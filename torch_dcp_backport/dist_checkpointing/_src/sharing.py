@@ -7,7 +7,7 @@ are loaded.
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
@@ -19,13 +19,15 @@ from torch_dcp_backport.dist_checkpointing._src.load import WantedBox, reads_of
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index
 from torch_dcp_backport.dist_checkpointing._src.plans import cut
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader, verify_object
+from torch_dcp_backport.dist_checkpointing._src.table import swept
 from torch_dcp_backport.dist_checkpointing._src.writer import bytes_of
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import (
     DOUBTFUL,
     Agreement,
     Box,
-    Boxes,
     Call,
+    Failure,
     Key,
     Memories,
     Route,
@@ -35,6 +37,8 @@ from torch_dcp_backport.transfer import (
     intersection,
     move,
     part_of,
+    problem_of,
+    spread_of,
     whole,
 )
 
@@ -123,16 +127,20 @@ def read_shared(
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     failure: Optional[Exception] = None
 
-    def failed(error: Exception) -> None:
-        # The other ranks wait for what was read; they get this error when all was sent.
-        nonlocal failure
-        failure = failure or error
+    # The other ranks wait for what was read; they get the first of these errors when all was sent.
 
     def attempt(reads: Sequence[Read]) -> None:
+        nonlocal failure
         try:
             reader.read(reads)
         except Exception as error:
-            failed(error)
+            failure = failure or error
+
+    def failed(copying: Failure) -> None:
+        nonlocal failure
+        if failure is None:
+            failure = CheckpointingException(str(problem_of(*copying)))
+            failure.__cause__ = copying.error
 
     attempt([*reads_of(index, doubles), *reads_alone(index, held, shares.alone[call.rank])])
     for window in windows:
@@ -173,9 +181,9 @@ def read_objects(
                 # Zeros are sent in its place, whose checksum is wrong.
                 failure = failure or error
         if others:
-            box = (Box((0,), (place.length,)),)
-            have = Boxes((place.length,), ((first, box),))
-            want = Boxes((place.length,), tuple((rank, box) for rank in sorted(others)))
+            shape = (place.length,)
+            box = [whole(shape)]
+            have, want = spread_of(shape, {first: box}), spread_of(shape, dict.fromkeys(others, box))
             routes[key] = Route(have, want, torch.uint8)
 
     def memory_of(key: str, box: Box) -> torch.Tensor:
@@ -285,18 +293,11 @@ def slabs(chunk: Box, parts: Sequence[tuple[int, Box]]) -> Iterator[list[tuple[i
     if dim is None or len({part for _, part in parts}) == 1:
         yield list(parts)
         return
-    edges = sorted({edge for _, part in parts for edge in (part.offset[dim], ends_of(part)[dim])})
-    later = deque(sorted(parts, key=lambda entry: entry[1].offset[dim]))
-    reaching: list[tuple[int, Box]] = []
-    for start, stop in zip(edges, edges[1:]):
-        reaching = [(rank, part) for rank, part in reaching if part.offset[dim] + part.size[dim] > start]
-        while later and later[0][1].offset[dim] <= start:
-            reaching.append(later.popleft())
-        if reaching:
-            yield [
-                (rank, part.tail(dim, start - part.offset[dim]).head(dim, stop - start))
-                for rank, part in reaching
-            ]
+    for start, stop, numbers in swept([part for _, part in parts], dim):
+        there = (parts[number] for number in numbers)
+        yield [
+            (rank, part.tail(dim, start - part.offset[dim]).head(dim, stop - start)) for rank, part in there
+        ]
 
 
 def ends_of(box: Box) -> tuple[int, ...]:
@@ -374,12 +375,8 @@ def send(
     routes: dict[Key, Route] = {}
     for key, holders in have.items():
         shape, dtype = index.tensors[key].shape, index.tensors[key].dtype
-        routes[key] = Route(spread(shape, holders), spread(shape, want[key]), dtype)
+        routes[key] = Route(spread_of(shape, holders), spread_of(shape, want[key]), dtype)
     move(call, agreement, routes, memories)
-
-
-def spread(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]) -> Boxes:
-    return Boxes(shape, tuple((rank, tuple(boxes[rank])) for rank in sorted(boxes)))
 
 
 def reads_alone(

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src.body import LITTLE, Form, Places
-from torch_dcp_backport.dist_checkpointing._src.records import TYPED, strides_of
+from torch_dcp_backport.dist_checkpointing._src.records import TYPED
 from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
-from torch_dcp_backport.transfer import is_dense, warn_once
+from torch_dcp_backport.transfer import is_dense, row_major, warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -156,7 +156,7 @@ def _copy(
     at = start // dtype.itemsize
     if len(works) == 1:
         part = works[0].part
-        target.as_strided(part.shape, strides_of(tuple(part.shape)), at).copy_(part)
+        target.as_strided(part.shape, row_major(tuple(part.shape)), at).copy_(part)
         return
     parts = [part if is_dense(part) else part.contiguous() for part in (work.part for work in works)]
     parts = [part.reshape(-1) for part in parts]

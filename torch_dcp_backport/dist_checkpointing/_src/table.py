@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -41,7 +42,7 @@ def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 def covered(boxes: Iterable[Box]) -> int:
     """Return the number of elements that are in any of some boxes."""
-    return sum(group[0].numel if len(group) == 1 else _swept(group) for group in clusters(boxes))
+    return sum(group[0].numel if len(group) == 1 else _covered_by(group) for group in clusters(boxes))
 
 
 def overlapping(boxes: Iterable[Box]) -> Optional[tuple[Box, Box]]:
@@ -83,18 +84,32 @@ def divided(group: Sequence[Box]) -> list[list[Box]]:
     return best
 
 
-def _swept(group: Sequence[Box]) -> int:
-    """Sum the cover of the other axes over slabs, cut where a box begins or ends along the first axis."""
-    waiting = sorted(group, key=lambda box: box.offset[0], reverse=True)
-    places = sorted({place for box in group for place in (box.offset[0], box.offset[0] + box.size[0])})
-    active: list[Box] = []
-    total = 0
-    for start, stop in zip(places, places[1:]):
-        active = [box for box in active if box.offset[0] + box.size[0] > start]
-        while waiting and waiting[-1].offset[0] == start:
-            active.append(waiting.pop())
-        total += (stop - start) * covered(Box(box.offset[1:], box.size[1:]) for box in active)
-    return total
+def _covered_by(group: Sequence[Box]) -> int:
+    """Sum the cover of the other axes over slabs along the first axis."""
+    rest = [Box(box.offset[1:], box.size[1:]) for box in group]
+    return sum(
+        (stop - start) * covered(rest[number] for number in numbers)
+        for start, stop, numbers in swept(group, 0)
+    )
+
+
+def swept(boxes: Sequence[Box], axis: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (start, stop, the numbers of the boxes there), cut where a box begins or ends along an axis.
+
+    Args:
+        boxes: with elements.
+        axis: the axis along which they are cut.
+    """
+    ends = [box.offset[axis] + box.size[axis] for box in boxes]
+    later = deque(sorted(range(len(boxes)), key=lambda number: boxes[number].offset[axis]))
+    edges = sorted({*ends, *(box.offset[axis] for box in boxes)})
+    reaching: list[int] = []
+    for start, stop in zip(edges, edges[1:]):
+        reaching = [number for number in reaching if ends[number] > start]
+        while later and boxes[later[0]].offset[axis] == start:
+            reaching.append(later.popleft())
+        if reaching:
+            yield start, stop, reaching
 
 
 # --- rows, and findings of all rows ---

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 import torch
 
-from torch_dcp_backport.transfer import Call, groups_of
+from torch_dcp_backport.transfer import warn_on_first
 
 logger = logging.getLogger("torch_dcp_backport.engine")
 
@@ -112,7 +112,7 @@ def mapping(readers: Mapping[str, Read], others: Iterable[str]) -> Read:
 
 def say(text: str) -> None:
     """Log a warning on the first of all ranks alone, once in its process."""
-    Call("", "warning", groups_of()).warn_once(logger, text)
+    warn_on_first(logger, text)
 
 
 def whole(least: Optional[int] = None) -> Read:

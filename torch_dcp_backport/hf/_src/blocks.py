@@ -6,8 +6,10 @@ models; must never move data.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -39,6 +41,40 @@ class Part(NamedTuple):
     into: torch.Tensor
 
 
+class Near:
+    """A rank's parts of a tensor, of which those that a box has elements in common with are found.
+
+    Must not look at all of them for each box: a rank may have a part for each of hundreds of experts.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        firsts: dict[Box, Part] = {}
+        for part in parts:
+            firsts.setdefault(part.box, part)
+        # For each axis the places at which boxes begin.
+        starts = [set(along) for along in zip(*(box.offset for box in firsts))]
+        #: The axis along which most parts are apart; a tensor without dimensions has none.
+        self.axis = max(range(len(starts)), key=lambda axis: len(starts[axis]), default=None)
+        self.parts = list(firsts.values())
+        if self.axis is not None:
+            axis = self.axis
+            self.parts.sort(key=lambda part: part.box.offset[axis])
+            self.starts = [part.box.offset[axis] for part in self.parts]
+            self.longest = max(part.box.size[axis] for part in self.parts)
+
+    def common(self, box: Box) -> Iterator[tuple[Part, Box]]:
+        """Yield the parts that have elements of a box, each with the box of those elements."""
+        near = self.parts
+        if self.axis is not None:
+            start, length = box.offset[self.axis], box.size[self.axis]
+            first = bisect.bisect_right(self.starts, start - self.longest)
+            near = near[first : bisect.bisect_left(self.starts, start + length)]
+        for part in near:
+            common = intersection(part.box, box)
+            if common is not None:
+                yield part, common
+
+
 @dataclass(frozen=True)
 class Share:
     """HF tensors that are spread over ranks, as this rank sees them.
@@ -64,7 +100,7 @@ class Share:
             key: the HF key of a tensor that this rank has parts of.
             box: a box in the tensor's own coordinates, in elements.
         """
-        part = next(part for part in self.parts[key] if intersection(part.box, box) == box)
+        part = next(part for part, common in self.near(key).common(box) if common == box)
         return part_of(part.into, part.box, box)
 
     def views(self, key: str, box: Box) -> list[Part]:
@@ -77,40 +113,32 @@ class Share:
         Returns:
             the parts of the box, each once: its box, and a view of the memory.
         """
-        found: dict[Box, Part] = {}
-        for block, _ in self.parts[key]:
-            common = intersection(block, box)
-            if common is not None and common not in found:
-                # By `view`: a share may compute what it gives, as that of merged adapters does.
-                found[common] = Part(common, self.view(key, common))
-        return list(found.values())
+        # By `view`: a share may compute what it gives, as that of merged adapters does.
+        return [Part(common, self.view(key, common)) for _, common in self.near(key).common(box)]
 
-    def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (to, from) for each block that this rank holds again: its memory, and that of the first."""
-        for parts in self.parts.values():
+    def near(self, key: str) -> Near:
+        """Return this rank's parts of a tensor, to look among; made once.
+
+        Args:
+            key: the HF key of a tensor that this rank has parts of.
+        """
+        near = self._near.get(key)
+        if near is None:
+            near = self._near[key] = Near(self.parts[key])
+        return near
+
+    @functools.cached_property
+    def _near(self) -> dict[str, Near]:
+        return {}
+
+    def copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield (key, to, from) for each block that is here again: its memory, and that of the first."""
+        for key, parts in self.parts.items():
             first: dict[Box, torch.Tensor] = {}
             for box, into in parts:
                 if box in first:
-                    yield into, first[box]
+                    yield key, into, first[box]
                 first.setdefault(box, into)
-
-
-def spread_of(shape: tuple[int, ...], blocks: Mapping[int, Iterable[Box]]) -> Boxes:
-    """Return a tensor's blocks by rank, each block once.
-
-    Args:
-        shape: the shape of the full tensor.
-        blocks: global rank -> the boxes that it holds, in elements of the full tensor.
-
-    Example:
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box
-        >>> top, bottom = Box((0, 0), (1, 2)), Box((1, 0), (1, 2))
-        >>> spread = hf.spread_of((2, 2), {1: [bottom], 0: [top, top]})
-        >>> [(rank, len(boxes)) for rank, boxes in spread.by_rank]
-        [(0, 1), (1, 1)]
-    """
-    return Boxes(shape, tuple((rank, tuple(dict.fromkeys(boxes))) for rank, boxes in sorted(blocks.items())))
 
 
 def gaps(key: str, spread: Boxes) -> list[Problem]:

@@ -85,8 +85,8 @@ def _own(share: Share) -> list[tuple[str, Box, torch.Tensor, int]]:
 
 
 def _copy_doubles(call: Call, share: Share) -> None:
-    with call.guard():
-        for into, first in share.copies():
+    for key, into, first in share.copies():
+        with call.guard(key):
             into.copy_(first)
 
 

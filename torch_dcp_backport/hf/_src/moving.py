@@ -15,6 +15,7 @@ from torch_dcp_backport.transfer import (
     Box,
     Boxes,
     Call,
+    Failure,
     Key,
     Lane,
     Memories,
@@ -23,6 +24,7 @@ from torch_dcp_backport.transfer import (
     backend_of,
     lane_of,
     move,
+    spread_of,
 )
 
 
@@ -34,11 +36,11 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
 
     A copy that fails is a problem of the call when all messages are over; the ranks have to settle then.
     """
-    failures: list[Exception] = []
+    failures: list[Failure] = []
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     relayed = () if goes_to_all(call, agreement) else share.relayed
     turns = {key: turns_of(want[key], call.ranks[0]) for key in window if key in relayed}
-    have = {key: pieces_at_first(call, share, window, key) for key in window}
+    have = {key: pieces_at(call.ranks[:1], share, window, key) for key in window}
     direct = {key: turns[key][0][1] if key in turns else want[key] for key in window}
     move(call, agreement, _routes(share, have, direct), Memories(read, share.view, DOUBTFUL, failures.append))
     for number in range(1, max(map(len, turns.values()), default=0)):
@@ -47,8 +49,8 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
         }
         move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL, failures.append))
     # Not before: a rank with problems takes no part in another turn.
-    for error in failures[:1]:
-        call.record(call.problem_of(error), error)
+    for error, key in failures[:1]:
+        call.record(call.problem_of(error, key), error)
 
 
 def goes_to_all(call: Call, agreement: Agreement) -> bool:
@@ -79,11 +81,9 @@ def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:
                 for rank in others[start :: 2 * step]:
                     part.setdefault(rank, []).append(box)
             number += 1
-    return [(_boxes(want.shape, senders), _boxes(want.shape, receivers)) for senders, receivers in turns]
-
-
-def _boxes(shape: tuple[int, ...], by_rank: Mapping[int, Sequence[Box]]) -> Boxes:
-    return Boxes(shape, tuple((rank, tuple(boxes)) for rank, boxes in sorted(by_rank.items())))
+    return [
+        (spread_of(want.shape, senders), spread_of(want.shape, receivers)) for senders, receivers in turns
+    ]
 
 
 def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
@@ -92,24 +92,21 @@ def bring_window(call: Call, agreement: Agreement, share: Share, window: Window,
     Every element comes from the nearest of its holders.
     """
     have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    want = {key: pieces_at_first(call, share, window, key) for key in window}
+    want = {key: pieces_at(call.ranks[:1], share, window, key) for key in window}
     move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
 
 
 def bring_to_all(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
     """Bring a window to every rank, into the memory of its `write`."""
     have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    want = {}
-    for key, pieces in window.items():
-        boxes = tuple(piece.box for piece in pieces)
-        want[key] = Boxes(share.tensors[key].shape, tuple((rank, boxes) for rank in call.ranks))
+    want = {key: pieces_at(call.ranks, share, window, key) for key in window}
     move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
 
 
-def pieces_at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
-    """Return the window's pieces of a tensor as boxes of the first rank."""
-    boxes = tuple(piece.box for piece in window[key])
-    return Boxes(share.tensors[key].shape, ((call.ranks[0], boxes),))
+def pieces_at(ranks: Sequence[int], share: Share, window: Window, key: str) -> Boxes:
+    """Return the window's pieces of a tensor as boxes of some ranks, each of which has all of them."""
+    boxes = [piece.box for piece in window[key]]
+    return spread_of(share.tensors[key].shape, dict.fromkeys(ranks, boxes))
 
 
 def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) -> dict[Key, Route]:

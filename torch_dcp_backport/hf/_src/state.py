@@ -18,7 +18,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.hf._src import adapters
 from torch_dcp_backport.hf._src.adapters import Merged, MergedShare
 from torch_dcp_backport.hf._src.apart import taken_apart
-from torch_dcp_backport.hf._src.blocks import Part, Share, gaps, spread_of
+from torch_dcp_backport.hf._src.blocks import Part, Share, gaps
 from torch_dcp_backport.hf._src.companions import ADAPTER_CONFIG
 from torch_dcp_backport.hf._src.comparing import differ, equal_in
 from torch_dcp_backport.hf._src.export import (
@@ -53,6 +53,7 @@ from torch_dcp_backport.transfer import (
     has_slices,
     is_freed,
     layout_of,
+    spread_of,
     why_not_writable,
 )
 

@@ -1,8 +1,8 @@
 """Hand a state dict that was made here to an optimizer's own `load_state_dict()`.
 
-torch looks with every state for its parameter in the lists of the groups: of 4,000 parameters that was a
-third of the whole load. Must never show another kind of list to code that is not torch's (what looks into
-torch's frames, or changes its functions' byte code, sees it).
+torch looks with every state for its parameter in the lists of the groups: of 4,000 parameters that was nearly
+half of the load (0.56 s, and 0.30 s without it). Must never show another kind of list to code that is not
+torch's (what looks into torch's frames, or changes its functions' byte code, sees it).
 """
 
 from __future__ import annotations

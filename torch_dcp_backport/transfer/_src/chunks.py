@@ -69,11 +69,11 @@ def cut_of(piece: Piece, box: Box) -> StridedPart:
 
 @functools.lru_cache(maxsize=4096)
 def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of this size."""
+    """The strides of a dense tensor of this size, as torch has them also where there are no elements."""
     strides, step = [], 1
     for extent in reversed(size):
         strides.append(step)
-        step *= extent
+        step *= max(extent, 1)
     return tuple(reversed(strides))
 
 

@@ -21,6 +21,7 @@ from torch_dcp_backport.transfer._src.chunks import Key, KeyedBox, Piece, chunk_
 from torch_dcp_backport.transfer._src.consensus import NO_DIGEST, Mark, agree_on_mark, share_findings
 from torch_dcp_backport.transfer._src.errors import (
     DOUBTFUL,
+    Failure,
     TransferError,
     as_transfer_error,
     problem_of,
@@ -72,9 +73,9 @@ class Engine:
         #: Whether all that moves goes to all ranks, of several, on an accelerator's backend.
         self.is_collective = False
         #: Is told of the first error of this rank's copies after all messages; ranks agree on it then.
-        self.failed: Optional[Callable[[Exception], object]] = None
+        self.failed: Optional[Callable[[Failure], object]] = None
         #: The first error of this rank's copies, where others still wait for its messages.
-        self.failure: Optional[Exception] = None
+        self.failure: Optional[Failure] = None
         #: The step under way, for an error: a verb with its peer, and pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
         self.written: dict[Key, None] = {}
@@ -110,7 +111,7 @@ class Engine:
                 self.move(self.tally.staging_budget)
             except Exception as error:
                 if self.failure is not None:
-                    compat.add_note(error, f"before that, on this rank: {problem_of(self.failure)}")
+                    compat.add_note(error, f"before that, on this rank: {problem_of(*self.failure)}")
                 raise
             finally:
                 # Both refer to this engine: such a cycle keeps alive what was touched.
@@ -187,6 +188,7 @@ class Engine:
     def copy_own(self, boxes: Iterable[KeyedBox], nbytes: float = math.inf) -> None:
         """Copy boxes that this rank holds and wants, up to that with which they come to `nbytes`."""
         for key, box, _ in boxes:
+            self.staging.at = key
             source, target = self.read(key, box), self.write(key, box)
             # A tensor may stay where it is.
             if not is_same_view(source, target):
@@ -243,12 +245,13 @@ class Engine:
         if not self.is_collective and self.failed is None:
             return copy()
         if self.failure is None:
+            self.staging.at = ""
             try:
                 return copy()
             except Exception as error:
-                self.failure = error
+                self.failure = Failure(error, self.staging.at)
                 # Now, too: the other ranks may be gone before they hear of it.
-                logger.error("%s: %s", self.call.title, problem_of(error))
+                logger.error("%s: %s", self.call.title, problem_of(*self.failure))
         return None
 
     def conclude(self) -> None:
@@ -269,9 +272,10 @@ class Engine:
             return
         title, mark = self.call.title, Mark(NO_DIGEST, failure is not None)
         if agree_on_mark(mark, self.group, f"{title}: {self.after_failure}").troubled:
-            own = [(self.rank, problem_of(failure))] if failure is not None else []
+            own = [(self.rank, problem_of(*failure))] if failure is not None else []
             findings = share_findings(own, self.group)
-            raise_together(title, findings, failure, TransferError, self.after_failure)
+            cause = failure.error if failure is not None else None
+            raise_together(title, findings, cause, TransferError, self.after_failure)
 
     # --- messages ---
 

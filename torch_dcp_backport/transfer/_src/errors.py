@@ -39,6 +39,18 @@ class Problem(NamedTuple):
         return text
 
 
+class Failure(NamedTuple):
+    """An error of a rank's copies.
+
+    Args:
+        error: the exception.
+        key: the key of the tensor that was copied; "" where the error is not about one.
+    """
+
+    error: Exception
+    key: Hashable = ""
+
+
 #: A problem, and the rank that has it.
 Finding = tuple[int, Problem]
 Findings = list[Finding]

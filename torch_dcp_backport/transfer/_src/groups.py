@@ -6,9 +6,10 @@ The one registry by group; must not keep a group alive.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Optional, cast
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer._src.errors import UNCHANGED
 from torch_dcp_backport.transfer._src.lanes import SILENT
+from torch_dcp_backport.transfer._src.once import warn_once
 
 Group = Optional[dist.ProcessGroup]
 
@@ -93,6 +95,21 @@ def backend_of(group: Group, kind: str) -> str:
 def groups_of(group: Group = None) -> tuple[Group, ...]:
     """The groups of a call over one group; none in a process without a process group."""
     return (group,) if group is not None or dist.is_initialized() else ()
+
+
+def warn_on_first(
+    log: logging.Logger, text: str, group: Group = None, about: Optional[Hashable] = None
+) -> None:
+    """Log a warning on the first rank of a group alone, once in its process; no message, and no call.
+
+    Args:
+        log: the logger.
+        text: the warning; what it is of concerns every rank.
+        group: the process group; None is the default group.
+        about: what the warning is of, where its text differs from time to time.
+    """
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        warn_once(log, text, about)
 
 
 def is_silent(group: Group) -> bool:

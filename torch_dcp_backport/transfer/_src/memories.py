@@ -13,7 +13,7 @@ import torch
 
 from torch_dcp_backport.transfer._src.call import Call
 from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, Key, Piece
-from torch_dcp_backport.transfer._src.errors import DOUBTFUL, spell_doing
+from torch_dcp_backport.transfer._src.errors import DOUBTFUL, Failure, spell_doing
 from torch_dcp_backport.transfer._src.exchange import Exchange, ExchangePlan, Route
 from torch_dcp_backport.transfer._src.layout import Box
 from torch_dcp_backport.transfer._src.plan import Agreement
@@ -33,7 +33,7 @@ class Memories(NamedTuple):
     #: Is told of the first error of this rank's copies when all messages are over; the caller agrees on it
     #: later. By default such an error ends this rank's exchange, and others wait for its messages; after a
     #: broadcast of an accelerator all ranks agree on it.
-    failed: Optional[Callable[[Exception], object]] = None
+    failed: Optional[Callable[[Failure], object]] = None
 
 
 class Blocks(Exchange):
@@ -52,9 +52,11 @@ class Blocks(Exchange):
         return f"{self.call.title}: broken off while {doing}; {self.left}"
 
     def read(self, key: Key, box: Box) -> torch.Tensor:
+        self.staging.at = key
         return self.source(str(key), box)
 
     def write(self, key: Key, box: Box) -> torch.Tensor:
+        self.staging.at = key
         return self.target(str(key), box)
 
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
@@ -89,10 +91,11 @@ def move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories
         plan = ExchangePlan(routes, call.ranks, call.rank)
         Blocks(call, agreement, plan, memories).run(plan.nbytes)
         return
+    key: Key = ""
     try:
         for key, box, _ in ExchangePlan(routes, (call.rank,), call.rank).own():
             copy_to(memories.target(str(key), box), memories.source(str(key), box))
     except Exception as error:
         if memories.failed is None:
             raise
-        memories.failed(error)
+        memories.failed(Failure(error, key))

@@ -6,7 +6,7 @@ Pure functions of what all ranks know: both ends of a message derive it alone, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
 
@@ -35,6 +35,24 @@ class Boxes:
             f"{rank}:" + ",".join(f"{box.offset}{box.size}" for box in boxes) for rank, boxes in self.by_rank
         )
         return f"{self.shape}[{rows}]"
+
+
+def spread_of(shape: tuple[int, ...], by_rank: Mapping[int, Iterable[Box]]) -> Boxes:
+    """Return the boxes of a tensor that ranks hold or want, each box once for a rank.
+
+    Args:
+        shape: the shape of the full tensor.
+        by_rank: global rank -> its boxes, in elements of the full tensor.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import Box, spread_of
+        >>> top, bottom = Box((0, 0), (1, 2)), Box((1, 0), (1, 2))
+        >>> spread = spread_of((2, 2), {1: [bottom], 0: [top, top]})
+        >>> [(rank, len(boxes)) for rank, boxes in spread.by_rank]
+        [(0, 1), (1, 1)]
+    """
+    rows = ((rank, tuple(dict.fromkeys(by_rank[rank]))) for rank in sorted(by_rank))
+    return Boxes(shape, tuple(rows))
 
 
 #: A mesh layout (one rank and every rank are such, too), or a list of boxes for each rank.

@@ -12,7 +12,7 @@ from typing import Union
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer._src.chunks import Piece, StridedPart
+from torch_dcp_backport.transfer._src.chunks import Key, Piece, StridedPart
 from torch_dcp_backport.transfer._src.layout import Box
 from torch_dcp_backport.transfer._src.memory import is_same_view
 
@@ -85,6 +85,8 @@ class Staging:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.store = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._mirror = self.store[:0]
+        #: The key of the tensor that was last looked at or copied, for an error.
+        self.at: Key = ""
 
     @property
     def nbytes(self) -> int:
@@ -99,13 +101,17 @@ class Staging:
         views = Views(buffer)
         direct, crossing = self.by_side(moves, buffer.numel())
         if crossing:
+            self.at = ""
             mirror = self.mirror(buffer)
             mirror_views = Views(mirror)
             for piece, part in crossing:
+                self.at = piece.key
                 mirror_views(piece).copy_(part)
+            self.at = ""
             # Blocking, so that the mirror is free for the next chunk.
             buffer.copy_(mirror)
         for piece, part in direct:
+            self.at = piece.key
             views(piece).copy_(part)
 
     def unpack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
@@ -113,10 +119,13 @@ class Staging:
         views = Views(buffer)
         direct, crossing = self.by_side(moves, buffer.numel())
         if crossing:
+            self.at = ""
             mirror_views = Views(self.mirror(buffer).copy_(buffer))
             for piece, part in crossing:
+                self.at = piece.key
                 part.copy_(mirror_views(piece))
         for piece, part in direct:
+            self.at = piece.key
             part.copy_(views(piece))
 
     @property
