@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from decoders import Decoder, read_folder
 from gpt import forward, gpt
 from pool import Pool
-from programs import output_of
+from programs import blocks, output_of
 
 from torch_dcp_backport.megatron.convert import convert
 
@@ -138,12 +137,8 @@ def test_a_converted_checkpoint_is_what_the_model_loads_and_saves(core_ranks, ca
 
 
 def test_the_quickstart_with_a_gpt_model_loads_and_saves(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/megatron.md").read_text()
-    (program,) = (
-        text
-        for text in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-        if "from megatron.core" in text
-    )
+    page = Path(__file__).parents[2] / "docs/megatron.md"
+    (program,) = (text for text in blocks(page, "python") if "from megatron.core" in text)
     shown = "{'embedding.word_embeddings.weight': 14, 'output_layer.weight': 14}"
     assert shown in program
     assert shown in output_of(["-c", program], tmp_path)
