@@ -24,6 +24,7 @@ from torch_dcp_backport.hf._src import apart, classes, sharing
 from torch_dcp_backport.hf._src.classes import Origin
 from torch_dcp_backport.hf._src.opening import made_of
 from torch_dcp_backport.transfer import Box, TensorInfo, part_of
+from torch_dcp_backport.transfer._src import once
 
 #: Of `WAYS`, those of which every tensor of the files is a part of what is made.
 CUT = {"Chunk", "Split"}
@@ -204,6 +205,23 @@ def test_a_checkpoint_is_exported_with_each_expert(
     hf.load_state_dict(opened.state_dict(), hf.opened(folder, opened))
     for key, value in model.state_dict().items():
         assert torch.equal(opened.state_dict()[key], value.to(dtype)), key
+
+
+def test_a_packed_tensor_beside_names_of_files_stays_and_is_said(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """The experts of one layer are there each by itself, those of the other are not."""
+    pytest.importorskip("transformers", minversion="4.55")
+    once.forget()
+    monkeypatch.setattr(classes, "_core_of_5", lambda: StandIn)
+    monkeypatch.setattr(classes, "_by_5", StandIn.by_5)
+    model = made()
+    state = dict(model.state_dict())
+    state.update(StandIn.revert_weight_conversion(model, {PACKED.format(1): state.pop(PACKED.format(1))}))
+    hf.save_state_dict(state, tmp_path / "m", like=model.config)
+    assert set(hf.Folder(tmp_path / "m").tensors) == set(state)
+    (said,) = [record.message for record in caplog.records if "is not offered here" in record.message]
+    assert said.startswith(f"save_pretrained writes {PACKED.format(0)} of a GptOssForCausalLM")
 
 
 def saved_sparse(api: Any, folder: Path) -> None:

@@ -406,6 +406,39 @@ def test_the_tensors_are_those_of_save_pretrained(tmp_path: Path, name: str) -> 
     assert families.same(other, model)
 
 
+LAYER = "model.layers.0"
+#: A tensor of a model, as transformers 5 has it -> a name that the files have; None where no name is alike.
+NEAR = {
+    f"{LAYER}.mlp.gate.weight": f"{LAYER}.block_sparse_moe.gate.weight",
+    f"{LAYER}.mlp.experts.gate_up_proj": f"{LAYER}.block_sparse_moe.experts.0.w1.weight",
+    f"{LAYER}.mlp.experts.down_proj": f"{LAYER}.mlp.experts.0.down_proj.weight",
+    "model.language_model.norm.weight": "language_model.model.norm.weight",
+    "model.layers.1.norm.weight": None,
+    "a.weight": None,
+}
+
+
+@pytest.mark.parametrize("key", NEAR)
+def test_the_error_of_another_name_says_what_reads_it(tmp_path: Path, key: str) -> None:
+    near = NEAR[key]
+    others = [f"{LAYER}.norm.weight", "b.weight", "model.layers.1.up.weight", *([near] if near else [])]
+    hf.save_state_dict({other: torch.ones(2) for other in others}, tmp_path, like=CODE)
+    state = {name: torch.zeros(2) for name in (key, "model.layers.1.up.weight")}
+    with pytest.raises(RuntimeError) as caught:
+        hf.load_state_dict(state, tmp_path)
+    hint = f" (there is {near}: hf.opened(folder, model) reads files as from_pretrained does)" if near else ""
+    assert str(caught.value).endswith(f"not in the files: {key}{hint}")
+
+
+def test_a_tensor_that_is_lost_is_not_taken_for_another(tmp_path: Path) -> None:
+    """Those that the state dict has, too, are no other name."""
+    names = [f"{LAYER}.attn.norm.weight", f"{LAYER}.mlp.norm.weight"]
+    hf.save_state_dict({names[0]: torch.ones(2)}, tmp_path, like=CODE)
+    with pytest.raises(RuntimeError) as caught:
+        hf.load_state_dict({name: torch.zeros(2) for name in names}, tmp_path)
+    assert str(caught.value).endswith(f"not in the files: {names[1]}")
+
+
 def test_names_that_are_those_of_files_already_stay(tmp_path: Path) -> None:
     """As of files that were read, and of programs that name tensors as files have them."""
     transformers()

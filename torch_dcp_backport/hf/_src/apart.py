@@ -98,13 +98,16 @@ def written(model: Any, tensors: Mapping[str, TensorInfo], found: classes.Readin
             of files already.
         found: the result of a look at how they are read.
     """
-    if any(route.steps or route.key != name for name, route in found.routes.items()):
-        return AS_IT_IS
-    own = {name: tensors[name] for name in tensors if name in found.routes}
-    saved = classes.saved(model, own)
+    plain = {name: route.key for name, route in found.routes.items() if not route.steps}
+    saved = classes.saved(model, {name: tensors[key] for name, key in plain.items()})
+    left = [key for name, key in plain.items() if name not in saved and key not in saved]
+    as_it_is = AS_IT_IS._replace(left=left)
+    if plain != {name: name for name in found.routes}:
+        # Some have names of files, or all lack the head's prefix.
+        return as_it_is
+    own = {name: info for name, info in tensors.items() if name in plain}
     if set(saved) == set(own):
         return AS_IT_IS
-    as_it_is = AS_IT_IS._replace(left=[name for name in own if name not in saved])
     others = {key: info for key, info in tensors.items() if key not in own}
     back = classes.reading(model, {**saved, **others})
     renamed: dict[str, str] = {}

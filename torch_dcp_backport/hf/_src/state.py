@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -60,6 +60,8 @@ from torch_dcp_backport.transfer import (
 SAVE = "cannot save as Hugging Face weights"
 SAVE_ADAPTER = "cannot save the adapter"
 LOAD = "cannot load Hugging Face weights"
+#: Tensors that the files do not have, of which similar names are looked for: as many as an error shows.
+HINTS = 20
 #: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
 #: Key of the number of rows of a model's embedding.
@@ -352,12 +354,16 @@ def load_state_dict(
         held, tied = agree_on_names(call, held)
         agreement = agree_on_state(call, held, {})
         filled: dict[str, str] = {}
+        spare = [name for name in sight.tensors if name not in held]
+        hints = 0
         for keys in names_of(held, tied):
             present = [key for key in keys if key in sight.tensors]
             for key in present:
                 call.problems += misfits(key, held[key].info, sight.tensors[key])
             if not present:
-                call.problems.append(Problem("not in the files", keys[0], near(keys[0], sight.tensors)))
+                # A model may lack as many names as the files have others: the first tell what to do.
+                hint, hints = near(keys[0], spare) if hints < HINTS else "", hints + 1
+                call.problems.append(Problem("not in the files", keys[0], hint))
             elif sight.source is not None and call.is_first:
                 for key in present[1:]:
                     call.problems += other_values(call, sight.source, key, present[0])
@@ -500,14 +506,24 @@ def share_of(call: Call, held: Mapping[str, HeldPart], tensors: Mapping[str, Ten
 
 def near(key: str, names: Iterable[str]) -> str:
     """Return what to do about a tensor that has another name in the files, or is there in parts; else ""."""
-    parts, folder = sorted(key.split(".")), key.rpartition(".")[0]
+    own = key.split(".")
 
     def is_near(name: str) -> bool:
+        parts = name.split(".")
         short, long = sorted((name, key), key=len)
-        # A longer name; the same parts in another order; or experts, each by itself.
-        is_part = bool(folder) and name.startswith(f"{folder}.0.")
-        is_moved = len(name) == len(key) and sorted(name.split(".")) == parts
-        return is_part or is_moved or ("." in short and long.endswith(f".{short}"))
+        # A longer name; the same parts in another order; another name of one module; or experts, each by
+        # itself.
+        if "." in short and long.endswith(f".{short}"):
+            return True
+        if len(parts) == len(own):
+            return sorted(parts) == sorted(own) or (parts[-1] == own[-1] and is_like(parts, own))
+        folder = parts[: len(own) - 1]
+        return len(parts) > len(own) > 1 and parts[len(folder)] == "0" and is_like(folder, own[:-1])
+
+    def is_like(parts: Sequence[str], own: Sequence[str]) -> bool:
+        differ = [pair for pair in zip(parts, own) if pair[0] != pair[1]]
+        # The number of another layer is no name.
+        return not differ or (len(differ) == 1 < len(own) - 1 and not "".join(differ[0]).isdecimal())
 
     name = next(filter(is_near, names), None)
     return f"there is {name}: hf.opened(folder, model) reads files as from_pretrained does" if name else ""
