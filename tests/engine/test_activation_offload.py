@@ -11,6 +11,7 @@ import pytest
 import small
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine._src import offload
@@ -161,6 +162,44 @@ def test_a_write_between_two_saves_changes_neither() -> None:
         x.zero_()
     (first + 10 * second).sum().backward()
     assert factors.grad.tolist() == [5 + 60, 7 + 80]  # type: ignore[union-attr]
+
+
+def dtensor_written(api: Any) -> Any:
+    mesh = init_device_mesh("cpu", (4,))
+    factors, x = (compat.replicated(torch.tensor(row), mesh) for row in ([2.0, 3.0], [5.0, 7.0]))
+    factors.requires_grad_()
+    with offload.saved_on_host(nn.Identity(), "cpu", least=1):
+        first = x * factors
+        x += 1
+        second = x * factors
+    (first + 10 * second).to_local().sum().backward()
+    return factors.grad.to_local().tolist()
+
+
+def test_a_write_into_a_dtensor_is_one_into_its_part(ranks) -> None:
+    assert ranks(dtensor_written) == [[5 + 60, 7 + 80]] * 4
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_write_into_what_stays_where_it_is_is_an_error(is_buffer: bool) -> None:
+    """As without the setting: the gradient would be of another value."""
+    factors, module, x = torch.ones(2, requires_grad=True), nn.Identity(), torch.tensor([5.0, 7.0])
+    if is_buffer:
+        module.register_buffer("x", x)
+    with offload.saved_on_host(module, "cpu", least=1 if is_buffer else 9):
+        loss = (x * factors).sum()
+    x += 1
+    with pytest.raises(RuntimeError, match=r"a tensor \(2,\) of torch.float32 .* 1 writes, expected 0"):
+        loss.backward()
+
+
+def test_zeros_without_memory_stay_as_they_are() -> None:
+    factors = torch.ones(2, requires_grad=True)
+    with offload.saved_on_host(nn.Identity(), "cpu", least=1) as saved:
+        loss = torch.mul(factors, torch._efficientzerotensor((2,)))
+        assert not saved.stored
+    loss.backward(torch.ones(2))
+    assert (factors.grad + 1).tolist() == [1, 1]
 
 
 def test_a_small_tensor_and_another_device_stay_where_they_are() -> None:

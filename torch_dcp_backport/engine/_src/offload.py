@@ -31,12 +31,12 @@ class Stored:
     All strides and views of the storage stay as they are: another stride may be another order of a sum.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
+    def __init__(self, storage: torch.UntypedStorage, version: tuple[int, int]) -> None:
         """Copy the bytes, in the order of the stream that computes.
 
         Args:
             storage: a storage on the device.
-            version: autograd's count of writes into it.
+            version: autograd's counts of writes into it, by itself and by a DTensor.
         """
         self.version = version
         self.device = storage.device
@@ -77,16 +77,30 @@ class Pass:
         base = tensor._base if tensor._is_view() else tensor
         if isinstance(base, nn.Parameter):
             return kept(tensor)
-        if isinstance(tensor, compat.DTensor):
-            wrap = compat.wrapper(tensor)
-            read = self.save(compat.arrived(compat.local_part(tensor)))
-            return lambda: wrap(read())
+        if not isinstance(tensor, compat.DTensor):
+            return self.copied(tensor) if self.moves(tensor) else kept(tensor)
+        local = compat.arrived(compat.local_part(tensor))
+        if not self.moves(local):
+            return kept(tensor)
+        wrap, read = compat.wrapper(tensor), self.copied(local, tensor._version)
+        return lambda: wrap(read())
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that is no parameter goes to the host."""
         if not is_plain(tensor) or tensor.device.type != self.kind:
-            return kept(tensor)
+            return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.least or storage._cdata in self.buffers:
-            return kept(tensor)
-        key, version = weak(storage), tensor._version
+        return storage.nbytes() >= self.least and storage._cdata not in self.buffers
+
+    def copied(self, tensor: torch.Tensor, outer: int = 0) -> Read:
+        """Return how to read a tensor from its storage's copy, which is made unless there is one.
+
+        Args:
+            tensor: a dense tensor on the device.
+            outer: the count of writes into the DTensor that it is the part of: they do not count as its own.
+        """
+        storage = tensor.untyped_storage()
+        key, version = weak(storage), (tensor._version, outer)
         stored = self.stored.get(key)
         if stored is None or stored.version != version:
             stored = self.stored[key] = Stored(storage, version)
@@ -95,9 +109,21 @@ class Pass:
 
 
 def kept(tensor: torch.Tensor) -> Read:
-    """Return how to read a tensor that stays where it is: the tensor itself would keep its graph alive."""
-    there = tensor.detach()
-    return lambda: there
+    """Return how to read a tensor that stays where it is: the tensor itself would keep its graph alive.
+
+    Where there are hooks, autograd does not look whether it was written since.
+    """
+    there, version = tensor.detach(), tensor._version
+
+    def read() -> torch.Tensor:
+        if there._version != version:
+            raise RuntimeError(
+                f"a tensor {tuple(there.shape)} of {there.dtype} that the backward pass needs was written in "
+                f"place after autograd had saved it: {there._version} writes, expected {version}"
+            )
+        return there
+
+    return read
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -108,6 +134,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
+        # Zeros of autograd's own, without memory.
+        and not tensor._is_zerotensor()
     )
 
 
