@@ -351,6 +351,32 @@ def test_a_batch_norm_from_before_it_counted(api: Any, how: str, wrapper: str) -
         assert torch.equal(value, want[key]), key
 
 
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_a_batch_norm_that_is_missing(api: Any, how: str, wrapper: str, counted: bool) -> None:
+    """Nothing is written: a norm makes up no value but its count, and that before version 2 alone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    state = model.state_dict()
+    if counted:
+        missing = ["1.num_batches_tracked"]
+    else:
+        missing = ["1.weight", "1.bias", "1.running_mean", "1.running_var"]
+        del state._metadata
+    for key in {*missing, "1.num_batches_tracked"}:
+        del state[key]
+    for key, value in state.items():
+        state[key] = value + 1
+    parallel = wrapped(copy.deepcopy(model), wrapper)
+    before = {key: value.clone() for key, value in whole_state(parallel).items()}
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict") as caught:
+        api.set_model_state_dict(parallel, given(state, how), options=options(api, how))
+    assert all(key in str(caught.value) for key in missing), caught.value
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, before[key]), key
+
+
 @pytest.mark.parametrize("how", HOWS)
 @on_ranks(world=2)
 def test_quantized_modules(api: Any, how: str) -> None:

@@ -19,7 +19,7 @@ from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, loc
 from torch_dcp_backport.state_dict.fqn import ExtraState
 from torch_dcp_backport.state_dict.load import Inventory, LoadPlan
 from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_meta, is_sliceable
-from torch_dcp_backport.state_dict.model.places import ModulePlace, governors_of, has_loader, tensors_of
+from torch_dcp_backport.state_dict.model.places import NORMS, ModulePlace, governors_of, has_loader, tensors_of
 from torch_dcp_backport.state_dict.source import About, Carried, StateSource, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo, has_slices, is_same_view, source_of
 
@@ -116,6 +116,17 @@ class ModelPlan(LoadPlan):
         """Whether loading code judges the shape."""
         return entry.place in self.governance.by_place and entry.place.fqn not in self.governance.blind
 
+    def may_be_made_up(self, entry: KeyEntry) -> bool:
+        """Whether loading code may find a value for a name that the checkpoint lacks."""
+        place = entry.place
+        if not self.is_looked_at(entry):
+            return False
+        if place.looks or self.governance.by_place[place] != place.fqn or not isinstance(place.module, NORMS):
+            return True
+        # A norm of torch's counts batches anew for checkpoints before its version 2, and makes up no other value.
+        version = ((self.metadata or {}).get(place.fqn[:-1]) or {}).get("version")
+        return entry.name == "num_batches_tracked" and (version is None or version < 2)
+
     def is_copied(self, entry: KeyEntry) -> bool:
         """Whether a value that is loaded whole is copied into the live tensor, which no code can replace."""
         place, outline = entry.place, self.outline
@@ -160,7 +171,7 @@ def plan_model(
             entry.place in plan.governance.by_place or id(entry) in plan.governance.whole for entry in entries
         )
         if not present:
-            plan_missing(plan, entries, may_be=governed and any(map(plan.is_looked_at, entries)))
+            plan_missing(plan, entries, may_be=governed and any(map(plan.may_be_made_up, entries)))
         elif governed:
             plan_governed(plan, entries, present)
         else:
