@@ -190,22 +190,28 @@ def faulty(api: Any, root: Path, what: str) -> str:
     class Fails(Holder):
         def state_dict(self) -> Any:
             if odd:
-                raise OSError("no state today")
+                raise {"code": OSError, "end": StopIteration}[what]("no state today")
             return {}
 
-    states = {"names": {"b" if odd else "a": Holder(1)}, "code": {"own": Fails()}}
-    trainer = Trainer(root, state=states[what])
+    states = {"names": {"b" if odd else "a": Holder(1)}}.get(what, {"own": Fails()})
+    trainer = Trainer(root, state=states)
     with pytest.raises(CheckpointingException) as caught:
         trainer.handler.save_checkpoint(1)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("names", "not the same on every rank: state"), ("code", "rank 1: OSError: no state")]
+    ("what", "says"),
+    [
+        ("names", "not the same on every rank: state"),
+        ("code", "rank 1: OSError: no state"),
+        ("end", "rank 1: StopIteration: no state"),
+    ],
 )
 def test_a_rank_that_fails_is_heard_of_on_every_rank(ranks, tmp_path: Path, what: str, says: str) -> None:
     (text,) = set(ranks(faulty, tmp_path, what, world=2))
     assert says in text
+    assert "1 problem(s)" in text
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("global", "."))]
 
 

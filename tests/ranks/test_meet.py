@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from pool import Pool, RankError
 
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer._src import meet
-from torch_dcp_backport.transfer._src.call import Attempt
+from torch_dcp_backport.transfer._src.call import Attempt, gc_context
 from torch_dcp_backport.transfer._src.errors import CollectiveError
 from torch_dcp_backport.transfer._src.meet import Meeting, Refusal, Topic, at_first
 
@@ -101,6 +102,12 @@ def one_context_fails(call: Call, rank: int) -> Any:
         # What failed is no second problem where its value is read.
         twice.set(2 * own.value)
     return dict(meet.meet(call, COUNTING, twice))
+
+
+def one_stops(call: Call, rank: int) -> Any:
+    own = call.attempt(next, iter([rank] if rank != 2 else []), key="w")
+    # A StopIteration ends no list of arguments either: the function would be called without.
+    return dict(meet.meet(call, COUNTING, call.attempt(lambda value=7: value, own)))
 
 
 def many_fail(call: Call, rank: int) -> Any:
@@ -199,6 +206,7 @@ CASES = [
     Case(one_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
     Case(set_in_contexts, [{0: 0, 1: 10, 2: 20, 3: 30}] * WORLD),
     Case(one_context_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
+    Case(one_stops, f"{HEAD.format(1)}\n  rank 2: StopIteration: : w"),
     Case(many_fail, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
     Case(no_second_word, f"{HEAD.format(1)}\n  rank 1: the text stands alone"),
     Case(heard_before, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
@@ -318,3 +326,23 @@ def test_a_rank_that_is_gone_is_named(pool: Pool, victim: int, kind: str, text: 
     with pytest.raises(RankError) as caught:
         pool.run(told, victim, kind)
     assert str(caught.value).count(text) == WORLD - 1, str(caught.value)
+
+
+def test_what_the_failed_keys_of_a_call_touched_is_let_go() -> None:
+    touched: list[weakref.ref[Lock]] = []
+
+    def failing_copy() -> None:
+        held = Lock()
+        touched.append(weakref.ref(held))
+        raise OSError("no room")
+
+    def alive() -> int:
+        return sum(ref() is not None for ref in touched)
+
+    with gc_context(), Call("cannot copy", "copy", ()) as call:
+        for key in "abc":
+            with call.guard(key):
+                failing_copy()
+            call.attempt(failing_copy, key=key)
+        # That of the cause.
+        assert (len(call.problems), alive()) == (6, 1)

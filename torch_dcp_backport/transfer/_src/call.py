@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Optional, TypeVar, Union
@@ -146,7 +147,8 @@ class Call:
         self.problems: list[Problem] = [] if problems is None else problems
         #: The exception behind the last of the problems.
         self.cause: Optional[Exception] = None
-        self._recorded: list[Exception] = []
+        #: Those that are still held: an error keeps alive what it touched, and thousands of keys may fail.
+        self._failed: weakref.WeakSet[Attempt[Any]] = weakref.WeakSet()
         #: Whether code outside torch takes part in what is left to do, on any rank.
         self.user_code = False
         #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
@@ -189,7 +191,6 @@ class Call:
     ) -> None:
         # An error that its own traceback holds on to keeps alive what it touched.
         self.cause = None
-        self._recorded.clear()
         self._held.__exit__(kind, error, traceback)
 
     # --- what fails on this rank ---
@@ -218,13 +219,18 @@ class Call:
         try:
             yield made
         except Exception as error:
+            is_known = any(error is attempt.error for attempt in self._failed)
             made.error = error
-            if any(error is known for known in self._recorded):
+            self._failed.add(made)
+            if is_known:
                 return
             heard_by = getattr(error, "heard_by", ())
             if heard_by and isinstance(error, self.kind) and set(self.ranks) <= set(heard_by):
                 raise
             self.record(self.problem_of(error, key), error)
+        finally:
+            # The error's traceback has this frame.
+            del made
 
     def attempt(self, function: Callable[..., T], *args: Any, key: Key = "") -> Attempt[T]:
         """Call a function; its error is a problem, as within `guard`.
@@ -235,8 +241,13 @@ class Call:
             args: its arguments; an attempt among them stands for its value.
         """
         with self.guard(key) as made:
-            made.set(function(*map(made_of, args)))
-        return made
+            # A list: of an iterator, a StopIteration that user code raised would be the end.
+            made.set(function(*[made_of(arg) for arg in args]))
+        try:
+            return made
+        finally:
+            # The error's traceback has this frame, too.
+            del made
 
     def problem_of(self, error: Exception, key: Key = "") -> Problem:
         """Return an error of this rank as a problem.
@@ -258,7 +269,6 @@ class Call:
         """
         self.problems.append(problem)
         self.cause = cause
-        self._recorded.append(cause)
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
