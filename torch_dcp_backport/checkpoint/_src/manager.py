@@ -193,7 +193,11 @@ class BaseCheckpointManager:
             with together.draft_of(call, wanted) as begun:
                 self.write(begun.writing.draft, step)
         upload = [] if hdfs_path is None else [functools.partial(self._uploads.add, url=hdfs_path)]
-        retire = functools.partial(self.ensure_checkpoint_capacity, keep=max_ckpt_to_keep)
+
+        def retire(final: Path) -> None:
+            # By position: a subclass may have another name for the number.
+            self.ensure_checkpoint_capacity(final, max_ckpt_to_keep)
+
         self._saves.publish(begun, (*upload, retire))
         self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step

@@ -19,7 +19,13 @@ from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, loc
 from torch_dcp_backport.state_dict.fqn import ExtraState
 from torch_dcp_backport.state_dict.load import Inventory, LoadPlan
 from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_meta, is_sliceable
-from torch_dcp_backport.state_dict.model.places import NORMS, ModulePlace, governors_of, has_loader, tensors_of
+from torch_dcp_backport.state_dict.model.places import (
+    NORMS,
+    ModulePlace,
+    governors_of,
+    has_loader,
+    tensors_of,
+)
 from torch_dcp_backport.state_dict.source import About, Carried, StateSource, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo, has_slices, is_same_view, source_of
 
@@ -123,7 +129,7 @@ class ModelPlan(LoadPlan):
             return False
         if place.looks or self.governance.by_place[place] != place.fqn or not isinstance(place.module, NORMS):
             return True
-        # A norm of torch's counts batches anew for checkpoints before its version 2, and makes up no other value.
+        # A norm of torch's counts batches anew for checkpoints before version 2, and makes up nothing else.
         version = ((self.metadata or {}).get(place.fqn[:-1]) or {}).get("version")
         return entry.name == "num_batches_tracked" and (version is None or version < 2)
 
