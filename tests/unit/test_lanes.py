@@ -51,7 +51,8 @@ def test_a_run_that_hangs_says_where_and_is_killed_with_what_it_started(tmp_path
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path / "test_hangs.py")]
     lanes.make = lambda name: Path(sys.executable)
     with open(tmp_path / "said", "w+b") as said:
-        assert lanes.run("2.6", command, said, 5.0) == 124
+        # Long enough for pytest to begin on a busy machine.
+        assert lanes.run("2.6", command, said, 20.0) == 124
         said.seek(0)
         assert b"in test_hangs" in said.read()
     stat = Path("/proc", (tmp_path / "child").read_text(), "stat")
