@@ -197,6 +197,8 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
     if fault == "narrowed":
         places = torch.tensor([0, 1]), torch.tensor([2, 3])
         data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6).long(), 1, *places, layout=torch.jagged)
+    if fault == "a tensor":
+        data = data["input_ids"]
     try:
         plan = batches.plan(data, batches.Limit(*limit), copies=copies)
     except RuntimeError as error:
@@ -221,6 +223,7 @@ def test_every_rank_has_as_many_micro_batches(ranks) -> None:
     ("faults", "limit", "says"),
     [
         ({0: "no ids"}, (2, None), r"rank 0: .*no input_ids; it has attention_mask, loss_mask"),
+        ({2: "a tensor"}, (2, None), r"rank 2: .*the batch is a Tensor: expected a mapping with input_ids"),
         ({3: "padding"}, (2, None), r"rank 3: row 0 is padding alone"),
         ({1: "narrow"}, (2, None), r"rank 1: attention_mask of shape \(1, 10\).*\(1, 11\)"),
         ({1: "mask of one column"}, (2, None), r"rank 1: loss_mask is of shape \(1, 1\)"),

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from torch_dcp_backport import checkpoint, dist_checkpointing, engine, megatron
+from torch_dcp_backport import checkpoint, dist_checkpointing, megatron
 from torch_dcp_backport.__main__ import main
 
 
@@ -43,14 +42,6 @@ def export_of_no_checkpoint(folder: Path) -> None:
     checkpoint.export_checkpoint(folder, folder / "out")
 
 
-def batch_that_is_a_tensor(folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        engine.plan(torch.ones(2, 3), engine.Limit(rows=1))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -59,7 +50,6 @@ def batch_that_is_a_tensor(folder: Path) -> None:
         (load_of_no_folder, "expected a folder with config.json and safetensors files, got rank 0: "),
         (layers_that_are_no_chunks, "layers=[0]: expected a list for each chunk, such as [[0, 1]]"),
         (export_of_no_checkpoint, "has no huggingface/config.json: is it a checkpoint?"),
-        (batch_that_is_a_tensor, "the batch is a Tensor: expected a mapping with input_ids"),
     ],
 )
 def test_an_error_says_what_was_expected(tmp_path: Path, call: Callable[[Path], None], says: str) -> None:
