@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, compiled_modules, declares
 
-#: Modules whose loading code reads no value if the state dict has all of their keys, and no others.
-NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
+#: Loading code of an InstanceNorm, and of all norms of torch: it reads no value if the state dict has all
+#: keys of the module, and no others.
+OF_INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm._load_from_state_dict
+NORMS = (nn.modules.batchnorm._NormBase._load_from_state_dict, OF_INSTANCE_NORM)
 #: The name of the batches that a norm has counted.
 COUNT = "num_batches_tracked"
 #: Loading hooks of torch's that rename a wrapper's keys, or look at the parameters alone.
@@ -149,8 +151,7 @@ def has_loader(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether its `_load_from_state_dict` is that of a norm of torch."""
-    loader = type(module)._load_from_state_dict
-    return any(loader is kind._load_from_state_dict for kind in NORMS)
+    return type(module)._load_from_state_dict in NORMS
 
 
 def is_complete(place: ModulePlace, keys: Collection[object]) -> bool:
@@ -179,8 +180,7 @@ def makes_up(place: ModulePlace, name: str, version: Optional[int]) -> bool:
 def refuses_statistics(place: ModulePlace, version: Optional[int]) -> bool:
     """Whether a norm keeps no statistics and takes none of a checkpoint: an InstanceNorm of old ones."""
     module: Any = place.module
-    loader = type(module)._load_from_state_dict
-    is_instance_norm = loader is nn.modules.instancenorm._InstanceNorm._load_from_state_dict
+    is_instance_norm = type(module)._load_from_state_dict is OF_INSTANCE_NORM
     return is_instance_norm and version is None and not module.track_running_stats
 
 
