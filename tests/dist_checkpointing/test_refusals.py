@@ -20,7 +20,9 @@ from torch_dcp_backport.dist_checkpointing import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
+    serialization,
 )
+from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
 
 
 def rows(rank: int, world: int = 4, **kwargs: Any) -> ShardedTensor:
@@ -384,6 +386,22 @@ def in_a_part_of_the_world(room: Any, folder: str) -> Any:
 def test_a_group_without_rank_0(ranks: Any, tmp_path: Path) -> None:
     results = ranks(in_a_part_of_the_world, str(tmp_path))
     assert results == [None, ([1.0, 1.0, 3.0, 3.0], 1)] * 2
+
+
+def test_contexts_in_which_nothing_is_said_and_loads_that_are_over(tmp_path: Path) -> None:
+    with serialization.saving(tmp_path, SaveOptions()) as state:
+        state.set({"step": 3})
+    refused = pytest.raises(CheckpointingException, match="rank 0: RuntimeError: nothing was set")
+    with refused, serialization.saving(tmp_path, SaveOptions()):
+        pass
+    with refused, serialization.loading(tmp_path, LoadOptions()):
+        pass
+    with serialization.loading(tmp_path, LoadOptions()) as load:
+        assert load.checkpoint.common_state()["step"] == 3
+        load.ask({})
+    assert load.result == {"step": 3}
+    with pytest.raises(RuntimeError, match="the load is over"):
+        load.checkpoint.common_state()
 
 
 def test_what_can_be_read_once_is_no_shape() -> None:

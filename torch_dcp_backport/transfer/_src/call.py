@@ -62,10 +62,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+#: The value of an attempt before it is set: None is a value.
+UNSET: Any = object()
+
+
 class Attempt(Generic[T_co]):
     """What a rank made, or the error that kept it from that."""
 
-    def __init__(self, value: Optional[T_co] = None, error: Optional[Exception] = None) -> None:
+    def __init__(self, value: T_co = UNSET, error: Optional[Exception] = None) -> None:
         self._value = value
         self.error = error
 
@@ -82,11 +86,14 @@ class Attempt(Generic[T_co]):
         """What was made. After an agreement it is there: this rank's problem would have been raised.
 
         Raises:
-            Exception: nothing was made.
+            Exception: the error that kept this rank from making it.
+            RuntimeError: there is neither a value nor an error.
         """
         if self.error is not None:
             raise self.error
-        return self._value  # type: ignore[return-value]
+        if self._value is UNSET:
+            raise RuntimeError("nothing was set: the code within the context did not say what it made")
+        return self._value
 
 
 def made_of(value: object) -> Any:
