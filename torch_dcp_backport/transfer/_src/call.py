@@ -196,8 +196,11 @@ class Call:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        # An error that its own traceback holds on to keeps alive what it touched.
+        # An error that its own traceback holds on to keeps alive what it touched, until the collector runs: its
+        # frames have this call, and attempts with that error. After an error nothing reads these.
         self.cause = None
+        for attempt in list(self._failed) if error is not None else ():
+            attempt.error = None
         self._held.__exit__(kind, error, traceback)
 
     # --- what fails on this rank ---
