@@ -230,7 +230,8 @@ class Call:
             yield made
         except Exception as error:
             is_known = any(error is attempt.error for attempt in self._failed)
-            made.error = error
+            # Without this frame: since Python 3.12 the frame before it is contextlib's, which has the error.
+            made.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             self._failed.add(made)
             if is_known:
                 return
