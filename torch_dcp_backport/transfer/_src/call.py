@@ -196,8 +196,8 @@ class Call:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        # An error that its own traceback holds on to keeps alive what it touched, until the collector runs: its
-        # frames have this call, and attempts with that error. After an error nothing reads these.
+        # An error that its own traceback holds on to keeps alive what it touched, until the collector runs.
+        # Its frames have this call, and attempts with that error, which nothing reads after an error.
         self.cause = None
         for attempt in list(self._failed) if error is not None else ():
             attempt.error = None
