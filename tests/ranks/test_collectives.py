@@ -159,6 +159,30 @@ def test_a_failed_copy_of_a_whole_tensor_names_its_key(ranks):
     assert ranks(collectively, a_whole_tensor_is_not_taken) == [text] * 4
 
 
+def a_target_is_too_small(api: Any) -> str:
+    """Two tensors in chunks of a part of one; on rank 1 the second has no such part."""
+    rank, box = dist.get_rank(), Box((0,), (64,))
+    layout = transfer.layout_of(torch.zeros(64))
+    sizes = {"a": 64, "b": 1 if rank == 1 else 64}
+    targets = {key: transfer.Target(torch.zeros(size), box) for key, size in sizes.items()}
+    with Call("cannot load", "scatter") as call:
+        infos = {key: transfer.TensorInfo((64,), torch.float32) for key in targets}
+        inventory = call.publish(infos if rank == 0 else None)
+        wants = {key: transfer.Want(layout, torch.float32) for key in targets}
+        agreement = call.agree(wants, staging_bytes=64)
+        reader = test_transfer.StateSource({key: torch.ones(64) for key in targets}) if rank == 0 else None
+        offer = test_transfer.Offer(inventory, reader)
+        with pytest.raises(transfer.TransferError) as seen:
+            transfer.scatter(call, offer, targets, agreement)
+    return str(seen.value).splitlines()[1]
+
+
+def test_a_failed_target_names_its_key(ranks):
+    (text,) = set(ranks(collectively, a_target_is_too_small))
+    assert text.startswith("  rank 1: RuntimeError: ")
+    assert text.endswith(": b")
+
+
 def test_messages_to_ranks_are_counted(ranks):
     found = ranks(test_transfer.reports, 64, [7 * 16 * 1024 + 64 * PLAN_BYTES])
     peers = [[(one.peers_sent, one.peers_received) for one in reports] for reports in found]
