@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from test_user_state import Holder
 from torch import nn
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, MegatronCheckpointManager
-from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing._src.load import Opened
 
 MODEL_ALONE = {"save_contents": ["model", "optimizer"], "load_contents": ["model"]}
 
@@ -61,6 +63,24 @@ def saved(root: Path, model: nn.Module, **how: Any) -> tuple[str, dict[str, torc
 
 def moments(manager: Any, name: str) -> dict[str, torch.Tensor]:
     return manager.optimizer.state[dict(manager.model.named_parameters())[name]]
+
+
+def test_what_a_load_asks_for_is_let_go_before_the_restore(tmp_path: Path, monkeypatch) -> None:
+    folder, expected = saved(tmp_path, Base())
+    model = Base(1)
+    manager = manager_of(model)
+    alive: list[list[type]] = []
+    restore = manager.restore
+
+    def restoring(state: Any) -> None:
+        gc.collect()
+        alive.append([kind for kind in map(type, gc.get_objects()) if kind in (Opened, ShardedTensor)])
+        restore(state)
+
+    monkeypatch.setattr(manager, "restore", restoring)
+    manager.load_checkpoint(folder)
+    assert alive == [[]]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_a_base_model_into_a_model_with_adapters(tmp_path: Path, caplog) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
+import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,10 @@ from torch_dcp_backport.dist_checkpointing import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
+    serialization,
 )
+from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
+from torch_dcp_backport.transfer import gc_context
 
 
 def rows(rank: int, world: int = 4, **kwargs: Any) -> ShardedTensor:
@@ -384,6 +389,47 @@ def in_a_part_of_the_world(room: Any, folder: str) -> Any:
 def test_a_group_without_rank_0(ranks: Any, tmp_path: Path) -> None:
     results = ranks(in_a_part_of_the_world, str(tmp_path))
     assert results == [None, ([1.0, 1.0, 3.0, 3.0], 1)] * 2
+
+
+def outlived_failures(room: Any, folder: str) -> list[bool]:
+    """Whether a tensor is there after a save, one in the background, and a load have failed."""
+    rank, alive = dist.get_rank(), []
+
+    def fails(function: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> None:
+        tensor = rows(rank)
+        with contextlib.suppress(CheckpointingException):
+            function({"w": tensor, "part": part}, *args, **kwargs)
+            raise AssertionError("no error")
+        alive.append(weakref.ref(tensor.data))
+
+    with gc_context():
+        fails(room.save, ShardedObject("a/b", 1, (4,), (rank,)), f"{folder}/new")
+        fails(room.save, unpicklable(rank), f"{folder}/new", async_sharded_save=True)
+        fails(room.load, ShardedObject("rng", None, (1,), (0,)), f"{folder}/old")
+        return [reference() is not None for reference in alive]
+
+
+def test_failed_saves_and_loads_keep_no_tensor_alive(ranks: Any, tmp_path: Path) -> None:
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+    ranks(good_save, str(tmp_path / "old"))
+    assert ranks(outlived_failures, str(tmp_path)) == [[False] * 3] * 4
+
+
+def test_contexts_in_which_nothing_is_said_and_loads_that_are_over(tmp_path: Path) -> None:
+    with serialization.saving(tmp_path, SaveOptions()) as state:
+        state.set({"step": 3})
+    refused = pytest.raises(CheckpointingException, match="rank 0: RuntimeError: nothing was set")
+    with refused, serialization.saving(tmp_path, SaveOptions()):
+        pass
+    with refused, serialization.loading(tmp_path, LoadOptions()):
+        pass
+    with serialization.loading(tmp_path, LoadOptions()) as load:
+        assert load.checkpoint.common_state()["step"] == 3
+        load.ask({})
+    assert load.result == {"step": 3}
+    with pytest.raises(RuntimeError, match="the load is over"):
+        load.checkpoint.common_state()
 
 
 def test_what_can_be_read_once_is_no_shape() -> None:

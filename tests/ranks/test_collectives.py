@@ -14,7 +14,7 @@ import torch.distributed as dist
 from models import build, check_values, full_state, local_of, value_of, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from values import Breaking
+from values import Breaking, Failing
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
@@ -132,11 +132,55 @@ def a_copy_fails(api: Any, on: int) -> tuple[str, bool]:
 def test_a_copy_that_fails_is_told_to_all_in_the_end(ranks, on):
     """Broadcasts that others wait in are made all the same: nothing would end their wait but a watchdog."""
     found = ranks(collectively, a_copy_fails, on)
+    # The second value that moves cannot be read; what fails on the other rank is no copy of a tensor.
+    key = "" if on else f": {list(full_state(Wide))[1]}"
     text = (
         "cannot load this model state dict: 1 problem(s), do not use what was being loaded.\n"
-        f"  rank {on}: OSError: the disk failed"
+        f"  rank {on}: OSError: the disk failed{key}"
     )
     assert found == [(text, rank == on) for rank in range(4)]
+
+
+def a_whole_tensor_is_not_taken(api: Any) -> str:
+    """Two tensors that every rank has whole; on rank 1 the memory for the second takes no values."""
+    held = {key: transfer.Held(torch.ones(4), transfer.layout_of(torch.ones(4))) for key in "ab"}
+
+    def make(key: str) -> torch.Tensor:
+        memory = torch.zeros(4)
+        return memory.as_subclass(Failing) if (key, dist.get_rank()) == ("b", 1) else memory
+
+    with pytest.raises(transfer.TransferError) as seen:
+        transfer.gather(held, make)
+    return str(seen.value)
+
+
+def test_a_failed_copy_of_a_whole_tensor_names_its_key(ranks):
+    text = "cannot gather: 1 problem(s), nothing was changed.\n  rank 1: ValueError: no values are taken: b"
+    assert ranks(collectively, a_whole_tensor_is_not_taken) == [text] * 4
+
+
+def a_target_is_too_small(api: Any) -> str:
+    """Two tensors in chunks of a part of one; on rank 1 the second has no such part."""
+    rank, box = dist.get_rank(), Box((0,), (64,))
+    layout = transfer.layout_of(torch.zeros(64))
+    sizes = {"a": 64, "b": 1 if rank == 1 else 64}
+    targets = {key: transfer.Target(torch.zeros(size), box) for key, size in sizes.items()}
+    with Call("cannot load", "scatter") as call:
+        infos = {key: transfer.TensorInfo((64,), torch.float32) for key in targets}
+        inventory = call.publish(infos if rank == 0 else None)
+        wants = {key: transfer.Want(layout, torch.float32) for key in targets}
+        agreement = call.agree(wants, staging_bytes=64)
+        reader = test_transfer.StateSource({key: torch.ones(64) for key in targets}) if rank == 0 else None
+        offer = test_transfer.Offer(inventory, reader)
+        with pytest.raises(transfer.TransferError) as seen:
+            transfer.scatter(call, offer, targets, agreement)
+    return str(seen.value).splitlines()[1]
+
+
+def test_a_failed_target_names_its_key(ranks):
+    (text,) = set(ranks(collectively, a_target_is_too_small))
+    assert text.startswith("  rank 1: RuntimeError: ")
+    assert text.endswith(": b")
 
 
 def test_messages_to_ranks_are_counted(ranks):

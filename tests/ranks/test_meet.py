@@ -106,6 +106,13 @@ def one_context_fails(call: Call, rank: int) -> Any:
     return dict(meet.meet(call, COUNTING, twice))
 
 
+def one_sets_nothing(call: Call, rank: int) -> Any:
+    with call.guard() as own:
+        if rank != 2:
+            own.set(None)
+    return dict(meet.meet(call, COUNTING, own))
+
+
 def one_stops(call: Call, rank: int) -> Any:
     own = call.attempt(next, iter([rank] if rank != 2 else []), key="w")
     # A StopIteration ends no list of arguments either: the function would be called without.
@@ -208,6 +215,11 @@ CASES = [
     Case(one_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
     Case(set_in_contexts, [{0: 0, 1: 10, 2: 20, 3: 30}] * WORLD),
     Case(one_context_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
+    Case(
+        one_sets_nothing,
+        f"{HEAD.format(1)}\n  rank 2: RuntimeError: nothing was set: "
+        "the code within the context did not say what it made",
+    ),
     Case(one_stops, f"{HEAD.format(1)}\n  rank 2: StopIteration: : w"),
     Case(many_fail, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
     Case(no_second_word, f"{HEAD.format(1)}\n  rank 1: the text stands alone"),

@@ -295,13 +295,20 @@ class LoadUnderWay:
     """A load whose checkpoint is open: what it asks for, and then its result."""
 
     def __init__(self, opened: Attempt[Opened], asked: Attempt[ShardedStateDict]) -> None:
-        self._opened, self._asked = opened, asked
+        self._opened: Optional[Attempt[Opened]] = opened
+        self._asked = asked
         #: As `load` returns it, after the context.
         self.result: Any = None
 
     @property
     def checkpoint(self) -> Opened:
-        """The checkpoint, within the context."""
+        """The checkpoint, within the context.
+
+        Raises:
+            RuntimeError: the load is over.
+        """
+        if self._opened is None:
+            raise RuntimeError("the load is over: its checkpoint is open within the context alone")
         return self._opened.value
 
     def ask(self, sharded_state_dict: ShardedStateDict) -> None:
@@ -310,7 +317,7 @@ class LoadUnderWay:
 
     def end(self, result: Any) -> None:
         """Keep the result alone."""
-        self._opened, self._asked = Attempt(), Attempt()
+        self._opened, self._asked = None, Attempt()
         self.result = result
 
 

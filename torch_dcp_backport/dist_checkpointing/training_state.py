@@ -266,9 +266,10 @@ def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collect
 
     A load leaves it to these; what no rank has is missing.
     """
-    with call.guard() as own, call.guard() as names:
+    with call.guard() as own:
         plain = frozenset(_without_tensors(halves.value.get(MODEL, {})))
         own.set(RankNames(frozenset(_tensor_paths(halves.value, "")), plain, frozenset(frozen)))
+    with call.guard() as names:
         names.set([sorted(part) for part in own.value])
     if are_alike(call, names, COMPARING):
         return RankNames()

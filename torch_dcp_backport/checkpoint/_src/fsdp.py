@@ -41,11 +41,12 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import loading
+from torch_dcp_backport.dist_checkpointing.serialization import LoadUnderWay, loading
 from torch_dcp_backport.dist_checkpointing.training_state import (
     GROUPS,
     MODEL,
     OPTIMIZER,
+    RankNames,
     asked_of,
     described,
     names_of_others,
@@ -446,37 +447,12 @@ class FSDPCheckpointManager(ShardedManager):
             others = names_of_others(call, own, frozen)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
-        is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen |= others.frozen
-        schedule: Any = None
-        strict = "raise_all" if is_full and not frozen and self.partial.is_whole else "raise_unexpected"
+        is_all = self.loads_all(common) and not frozen and self.partial.is_whole
+        strict = "raise_all" if is_all else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         with loading(path, options) as load:
-            checkpoint = load.checkpoint
-            asked = asked_of(views, checkpoint, self.process_group, self.trust)
-            view = View(self.partial, checkpoint.holds.tensors, {*keys_of(asked), *others.tensors})
-            if not self.partial.is_whole:
-                check_tied(view, views.get(MODEL, {}))
-            if self.should_load_extra and self.lr_scheduler is not None:
-                stored = checkpoint.common_state(self.trust)
-                if SCHEDULER in stored:
-                    groups = view.groups(stored.get(OPTIMIZER, {}).get(GROUPS, []))
-                    current = state.get(OPTIMIZER, {}).get(GROUPS, [])
-                    today = self.lr_scheduler.state_dict()
-                    schedule = schedule_of(stored[SCHEDULER], today, groups, current)
-            asked.update(self.schedule_wanted(common))
-            if view.changes:
-                asked = view.selected(asked)
-            if not is_full or frozen or view.changes:
-                elsewhere = others.tensors - view.excluded
-                check_keys(asked, view.held, is_full, elsewhere, frozen)
-            if OPTIMIZER in state and view.changes:
-                saved = checkpoint.common_state(self.trust).get(OPTIMIZER, {})
-                view.check_groups(saved.get(GROUPS, []), state[OPTIMIZER][GROUPS])
-            asked = dict(view.as_saved(asked))
-            if self.should_load_extra:
-                asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
-            load.ask(asked)
+            view, schedule = self.ask(load, common, views, others, frozen)
         loaded = load.result
         if view.changes:
             loaded = view.plain(loaded, state)
@@ -494,6 +470,66 @@ class FSDPCheckpointManager(ShardedManager):
                 extra.warn_of_other_world(world, saved_world)
             # Last: the loads before may draw random numbers.
             self.load_rng_state(loaded[extra.RNG][0])
+
+    def ask(
+        self,
+        load: LoadUnderWay,
+        common: Mapping[str, Any],
+        views: Mapping[str, Any],
+        others: RankNames,
+        frozen: Collection[str],
+    ) -> tuple[View, Any]:
+        """Say what a load loads.
+
+        What it asks for is not kept here: it may be large, and the load is over before the restore.
+
+        Args:
+            load: the load, with its checkpoint open.
+            common: values of the common state of the checkpoint.
+            views: this rank's state dicts.
+            others: the names that other ranks have, and this rank has not.
+            frozen: the names of parameters that are not trained, of all ranks.
+
+        Returns:
+            The checkpoint under today's names, and the schedule; None where the checkpoint has no single one.
+
+        Raises:
+            CheckpointingException: the checkpoint has other keys or param groups.
+        """
+        checkpoint, schedule = load.checkpoint, None
+        is_full = self.loads_all(common)
+        asked = asked_of(views, checkpoint, self.process_group, self.trust)
+        view = View(self.partial, checkpoint.holds.tensors, {*keys_of(asked), *others.tensors})
+        if not self.partial.is_whole:
+            check_tied(view, views.get(MODEL, {}))
+        groups = views.get(OPTIMIZER, {}).get(GROUPS, [])
+        if self.should_load_extra and self.lr_scheduler is not None:
+            stored = checkpoint.common_state(self.trust)
+            if SCHEDULER in stored:
+                saved = view.groups(stored.get(OPTIMIZER, {}).get(GROUPS, []))
+                schedule = schedule_of(stored[SCHEDULER], self.lr_scheduler.state_dict(), saved, groups)
+        asked.update(self.schedule_wanted(common))
+        if view.changes:
+            asked = view.selected(asked)
+        if not is_full or frozen or view.changes:
+            check_keys(asked, view.held, is_full, others.tensors - view.excluded, frozen)
+        if OPTIMIZER in views and view.changes:
+            stored = checkpoint.common_state(self.trust).get(OPTIMIZER, {})
+            view.check_groups(stored.get(GROUPS, []), groups)
+        asked = dict(view.as_saved(asked))
+        if self.should_load_extra:
+            rank, world = self.place()
+            asked[extra.RNG] = extra.wanted_objects(rank, world, common.get(WORLD, world))
+        load.ask(asked)
+        return view, schedule
+
+    def loads_all(self, common: Mapping[str, Any]) -> bool:
+        """Return whether all that was saved is loaded.
+
+        Args:
+            common: values of the common state of the checkpoint.
+        """
+        return set(self.checkpoint_load_contents) >= set(common[SAVED])
 
     def write_verl(self, folder: Path) -> None:
         """Write this rank's files of verl's own manager. Collective.

@@ -323,10 +323,15 @@ def write(
     moved: Callable[[int], None],
     output: Output,
 ) -> Output:
-    """Write records in sequence from the start of a file on; return the output with their places.
+    """Write records in sequence from the start of a file on, and objects behind them.
 
     Args:
+        records: the form of each tensor, and the blocks of its values: they are written before the next
+            record is asked for.
         moved: called with the bytes of values that were written since the last time.
+
+    Returns:
+        The output with the places of all that was written.
 
     Raises:
         OSError: a write failed.
@@ -334,11 +339,6 @@ def write(
     sink = Sink(fd)
     for form, blocks in records:
         output.tensors.append(write_record(sink, form, blocks, moved))
-    return ended(sink, objects, output)
-
-
-def ended(sink: Sink, objects: Sequence[bytes], output: Output) -> Output:
-    """Write objects behind the records of tensors; return the output with all that was written."""
     for data in objects:
         at = sink.end
         sink.put(data)

@@ -325,9 +325,10 @@ def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.K
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
     """
-    with call.guard() as own, call.guard() as same:
+    with call.guard() as own:
         kept, compared = made.value.kept, made.value.compared
         own.set((made.value.digest, kept.number if kept else b"", compared))
+    with call.guard() as same:
         same.set({"verify_integrity": str(bool(made.value.saving.is_hashed))})
     with at_first(call, COMPARING, own, same) as meeting:
         if meeting.decides:

@@ -13,16 +13,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src import files, integrity
-from torch_dcp_backport.dist_checkpointing._src.body import (
-    BLOCK,
-    Form,
-    Output,
-    Sink,
-    blocks_in,
-    ended,
-    write_record,
-)
+from torch_dcp_backport.dist_checkpointing._src import body, files, integrity
+from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, blocks_in
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
@@ -82,19 +74,19 @@ def write(
     """
     forms = [work.form for work in tensors]
 
-    def fill(fd: int, output: Output) -> Output:
-        sink = Sink(fd)
+    def records() -> Iterator[tuple[Form, Iterator[memoryview]]]:
         block: Optional[torch.Tensor] = None
         for work, form in zip(tensors, forms):
             part = work.part
             if is_flat(part):
-                blocks = blocks_in(bytes_of(part))
+                yield form, blocks_in(bytes_of(part))
             else:
                 # At most one block is held beside the tensors.
                 block = compat.host_buffer(BLOCK) if block is None else block
-                blocks = blocks_of(work, block)
-            output.tensors.append(write_record(sink, form, blocks, moved))
-        return ended(sink, objects, output)
+                yield form, blocks_of(work, block)
+
+    def fill(fd: int, output: Output) -> Output:
+        return body.write(fd, records(), objects, moved, output)
 
     nbytes = sum(form.length for form in forms) + sum(map(len, objects))
     return write_file(path, nbytes, fill, is_hashed)

@@ -32,7 +32,7 @@ from torch_dcp_backport.transfer._src.grid import largest_block, moves_of, nbyte
 from torch_dcp_backport.transfer._src.layout import Box, Layout, whole
 from torch_dcp_backport.transfer._src.plan import Agreement
 from torch_dcp_backport.transfer._src.spread import intersection
-from torch_dcp_backport.transfer._src.staging import Move, copy_to, part_of
+from torch_dcp_backport.transfer._src.staging import Move, copy_to
 
 #: Rounds under way: one travels while the other is filled or emptied.
 BUFFERS = 2
@@ -125,7 +125,7 @@ class AllGather(Engine):
         """Copy what this rank holds without a mesh."""
         for key, layout in self.layouts.items():
             if layout.mesh is None and key in self.out:
-                copy_to(self.out[key], self.sources[key][0])
+                copy_to(self.out[key], self.read(key, self.sources[key][1]))
 
     def expected(self) -> int:
         """Bytes that this rank sends and receives."""
@@ -150,7 +150,7 @@ class AllGather(Engine):
     def own_moves(self, pieces: Sequence[Piece]) -> Iterator[Move]:
         """What this rank's row gets."""
         for piece, part in self.own_parts(pieces):
-            yield cut_of(piece, part), part_of(*self.sources[piece.key], part)
+            yield cut_of(piece, part), self.read(piece.key, part)
 
     def arrive_in_rows(self, rows: torch.Tensor, nbytes: int, pieces: Sequence[Piece], work: Any) -> None:
         self.wait("gathering", pieces, [work])

@@ -62,10 +62,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+#: The value of an attempt before it is set: None is a value.
+UNSET: Any = object()
+
+
 class Attempt(Generic[T_co]):
     """What a rank made, or the error that kept it from that."""
 
-    def __init__(self, value: Optional[T_co] = None, error: Optional[Exception] = None) -> None:
+    def __init__(self, value: T_co = UNSET, error: Optional[Exception] = None) -> None:
         self._value = value
         self.error = error
 
@@ -82,11 +86,14 @@ class Attempt(Generic[T_co]):
         """What was made. After an agreement it is there: this rank's problem would have been raised.
 
         Raises:
-            Exception: nothing was made.
+            Exception: the error that kept this rank from making it.
+            RuntimeError: there is neither a value nor an error.
         """
         if self.error is not None:
             raise self.error
-        return self._value  # type: ignore[return-value]
+        if self._value is UNSET:
+            raise RuntimeError("nothing was set: the code within the context did not say what it made")
+        return self._value
 
 
 def made_of(value: object) -> Any:
@@ -189,8 +196,11 @@ class Call:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        # An error that its own traceback holds on to keeps alive what it touched.
+        # An error that its own traceback holds on to keeps alive what it touched, until the collector runs.
+        # Its frames have this call, and attempts with that error, which nothing reads after an error.
         self.cause = None
+        for attempt in list(self._failed) if error is not None else ():
+            attempt.error = None
         self._held.__exit__(kind, error, traceback)
 
     # --- what fails on this rank ---
@@ -220,7 +230,8 @@ class Call:
             yield made
         except Exception as error:
             is_known = any(error is attempt.error for attempt in self._failed)
-            made.error = error
+            # Without this frame: since Python 3.12 the frame before it is contextlib's, which has the error.
+            made.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             self._failed.add(made)
             if is_known:
                 return

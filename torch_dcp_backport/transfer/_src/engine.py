@@ -166,11 +166,21 @@ class Engine:
     # --- tensors ---
 
     def read(self, key: Key, box: Box) -> torch.Tensor:
-        """The part of a tensor that this rank holds."""
-        return part_of(*self.sources[key], box)
+        """The part of a tensor that this rank holds; its key is noted for an error."""
+        self.staging.at = key
+        return self.source_part(key, box)
 
     def write(self, key: Key, box: Box) -> torch.Tensor:
-        """The part of a tensor that is written in place."""
+        """The part of a tensor that is written in place; its key is noted for an error."""
+        self.staging.at = key
+        return self.target_part(key, box)
+
+    def source_part(self, key: Key, box: Box) -> torch.Tensor:
+        """As `read`, for a subclass to replace."""
+        return part_of(*self.sources[key], box)
+
+    def target_part(self, key: Key, box: Box) -> torch.Tensor:
+        """As `write`, for a subclass to replace."""
         return part_of(*self.targets[key], box)
 
     def pack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
@@ -188,7 +198,6 @@ class Engine:
     def copy_own(self, boxes: Iterable[KeyedBox], nbytes: float = math.inf) -> None:
         """Copy boxes that this rank holds and wants, up to that with which they come to `nbytes`."""
         for key, box, _ in boxes:
-            self.staging.at = key
             source, target = self.read(key, box), self.write(key, box)
             # A tensor may stay where it is.
             if not is_same_view(source, target):

@@ -329,7 +329,11 @@ def fail(call: Call, findings: Sequence[Finding], so_far: str = UNCHANGED) -> No
     error = call.kind(compose(call.title, findings, so_far))
     if isinstance(error, CollectiveError):
         error.heard_by = call.ranks
-    raise error from call.cause
+    try:
+        raise error from call.cause
+    finally:
+        # The error's traceback has this frame.
+        del error
 
 
 @contextlib.contextmanager

@@ -51,12 +51,10 @@ class Blocks(Exchange):
         doing = spell_doing(verb, (piece.key for piece in pieces))
         return f"{self.call.title}: broken off while {doing}; {self.left}"
 
-    def read(self, key: Key, box: Box) -> torch.Tensor:
-        self.staging.at = key
+    def source_part(self, key: Key, box: Box) -> torch.Tensor:
         return self.source(str(key), box)
 
-    def write(self, key: Key, box: Box) -> torch.Tensor:
-        self.staging.at = key
+    def target_part(self, key: Key, box: Box) -> torch.Tensor:
         return self.target(str(key), box)
 
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:

@@ -164,7 +164,7 @@ class Scatter(Engine):
         self.is_source = call.rank == self.source
         self.slots = slots_of(call.ranks)
 
-    def read(self, key: Key, box: Box) -> torch.Tensor:
+    def source_part(self, key: Key, box: Box) -> torch.Tensor:
         assert self.reader is not None, "only the source reads"
         return self.reader.piece(key, box, self.delivery.tensors[key].shape)
 

@@ -85,7 +85,7 @@ class Staging:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.store = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._mirror = self.store[:0]
-        #: The key of the tensor that was last looked at or copied, for an error.
+        #: The key of the tensor that an engine last asked for, or whose part was last copied, for an error.
         self.at: Key = ""
 
     @property
