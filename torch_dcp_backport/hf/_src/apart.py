@@ -6,7 +6,6 @@ Finds the names and parts that `save_pretrained` would write, and views of them.
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +16,6 @@ from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.blocks import Part, Share
 from torch_dcp_backport.hf._src.opening import Cat, FileTensor, Made, Stack, Turned, made_of
 from torch_dcp_backport.transfer import Box, Boxes, TensorInfo, intersection, part_of, whole
-
-logger = logging.getLogger("torch_dcp_backport.hf")
 
 
 class Cutout(NamedTuple):
@@ -79,11 +76,13 @@ class Written(NamedTuple):
         renamed: the model's tensor -> its name in the files.
         apart: the model's tensor -> the tensors of the files that are its parts, in their order.
         left: tensors that keep their names, although `save_pretrained` writes others.
+        unknown: why all tensors keep their names where `left` does not tell it; "" where nothing is unknown.
     """
 
     renamed: Mapping[str, str]
     apart: Mapping[str, Mapping[str, Cutout]]
     left: Sequence[str] = ()
+    unknown: str = ""
 
 
 AS_IT_IS = Written({}, {})
@@ -99,7 +98,10 @@ def written(model: Any, tensors: Mapping[str, TensorInfo], found: classes.Readin
         found: the result of a look at how they are read.
     """
     plain = {name: route.key for name, route in found.routes.items() if not route.steps}
-    saved = classes.saved(model, {name: tensors[key] for name, key in plain.items()})
+    try:
+        saved = classes.saved(model, {name: tensors[key] for name, key in plain.items()})
+    except classes.CannotTell as error:
+        return AS_IT_IS._replace(unknown=str(error))
     left = [key for name, key in plain.items() if name not in saved and key not in saved]
     as_it_is = AS_IT_IS._replace(left=left)
     if plain != {name: name for name in found.routes}:
@@ -120,13 +122,11 @@ def written(model: Any, tensors: Mapping[str, TensorInfo], found: classes.Readin
         elif parts:
             apart[name] = parts
         else:
-            logger.debug("%s is not made of whole tensors of the files", name)
-            return as_it_is
+            return as_it_is._replace(unknown=f"{name} is not made of whole tensors of the files")
     used = [*renamed.values(), *(key for parts in apart.values() for key in parts)]
     # All of them, each once, and nothing else: then the files are read as the same tensors.
     if {*renamed, *apart} != set(own) or sorted(used) != sorted(saved) or others.keys() & saved.keys():
-        logger.debug("save_pretrained of a %s writes other tensors than it reads", type(model).__name__)
-        return as_it_is
+        return as_it_is._replace(unknown="from_pretrained reads other tensors than those")
     return Written({name: key for name, key in renamed.items() if name != key}, apart)
 
 
