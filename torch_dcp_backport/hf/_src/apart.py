@@ -6,7 +6,7 @@ Finds the names and parts that `save_pretrained` would write, and views of them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -196,12 +196,19 @@ def taken_apart(share: Share, tensors: Mapping[str, TensorInfo], cuts: Mapping[s
         by_key.setdefault(cut.key, []).append((name, cut))
     blocks: dict[str, dict[int, list[Box]]] = {name: {} for name in cuts}
     parts: dict[str, list[Part]] = {}
+    # Layers are alike: the blocks of each are those of the first.
+    seen: dict[Hashable, list[dict[int, list[Box]]]] = {}
     for key, inside in by_key.items():
         row = Row(inside)
-        for rank, boxes in share.spreads[key].by_rank:
-            for box in boxes:
-                for name, cut, common in row.within(box):
-                    blocks[name].setdefault(rank, []).append(cut.inner(common))
+        places = share.spreads[key].by_rank, tuple((cut.box, cut.dims) for _, cut in inside)
+        if places in seen:
+            blocks.update(zip((name for name, _ in inside), seen[places]))
+        else:
+            for rank, boxes in share.spreads[key].by_rank:
+                for box in boxes:
+                    for name, cut, common in row.within(box):
+                        blocks[name].setdefault(rank, []).append(cut.inner(common))
+            seen[places] = [blocks[name] for name, _ in inside]
         for box, into in share.parts.get(key, ()):
             for name, cut, common in row.within(box):
                 part = Part(cut.inner(common), cut.taken(part_of(into, box, common)))
