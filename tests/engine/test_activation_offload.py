@@ -132,14 +132,14 @@ def test_a_transform_that_torch_refuses_names_the_setting() -> None:
     module, x = Mapped(3, 3), torch.ones(3, 3)
     says = r"enable_activation_offload=True does not go with .* torch >= 2\.5 .*=False would do \(torch.func"
     is_refused = torch.__version__.startswith("2.4.")
-    with pytest.raises(RuntimeError, match=says) if is_refused else contextlib.nullcontext():
-        with offload.saved_on_host(module, "cpu", least=1):
-            module(x)
+    refusal: Any = pytest.raises(RuntimeError, match=says) if is_refused else contextlib.nullcontext()
+    with refusal, offload.saved_on_host(module, "cpu", least=1):
+        module(x)
     module.transform = torch.func.grad
     with pytest.raises(RuntimeError, match=says), offload.saved_on_host(module, "cpu", least=1):
         module(x)
     # Other errors stay as they are.
-    with pytest.raises(RuntimeError, match="^its own$"), offload.saved_on_host(module, "cpu"):
+    with pytest.raises(RuntimeError, match=r"^its own$"), offload.saved_on_host(module, "cpu"):
         raise RuntimeError("its own")
 
 

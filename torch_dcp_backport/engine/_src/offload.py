@@ -163,7 +163,7 @@ def saved_on_host(model: nn.Module, kind: str, least: int = LEAST) -> Iterator[P
         if NO_TRANSFORMS not in str(error):
             raise
         raise RuntimeError(
-            "enable_activation_offload=True does not go with the transform of torch.func that the model uses: "
+            "enable_activation_offload=True does not go with the model's transform of torch.func: "
             "torch.vmap needs torch >= 2.5 beside it, and torch.func.grad is an error in every release; "
             f"enable_activation_offload=False would do ({error})"
         ) from error
