@@ -152,7 +152,14 @@ def check_merged(folder: hf.Folder, merged: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(found, value, msg=key)
 
 
-PLACED = {"experts": (Shard(0),), "columns": (Shard(1),), "rows": (Shard(2),), "replicas": (Replicate(),)}
+#: The placements of the layers, in turn.
+PLACED = {
+    "experts": [Shard(0)],
+    "columns": [Shard(1)],
+    "rows": [Shard(2)],
+    "replicas": [Replicate()],
+    "unlike": [Shard(0), Shard(2)],
+}
 
 
 def saved(api: Any, folder: Path, placed: str, adapter: Any = None) -> tuple[tuple[str, ...], int, int]:
@@ -162,7 +169,7 @@ def saved(api: Any, folder: Path, placed: str, adapter: Any = None) -> tuple[tup
     state = dict(model.state_dict())
     for layer in range(2):
         key = PACKED.format(layer)
-        state[key] = distribute_tensor(state[key], mesh, PLACED[placed])
+        state[key] = distribute_tensor(state[key], mesh, [PLACED[placed][layer % len(PLACED[placed])]])
     wrote, largest, write, view = 0, 0, os.pwrite, apart.SharedParts.view
 
     def counted(file: int, data: Any, offset: int) -> int:
