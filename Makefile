@@ -18,7 +18,7 @@ help:
 	@echo 'make demo-reshard  a training state saved by 4 ranks and loaded by others: a table and reshard.png'
 	@echo 'make demo-resume   a training killed ten times, on the same ranks and on 1 to 6: a table and resume.png'
 	@echo 'make demo-megatron Hugging Face weights into megatron-core and back: a table and megatron.png'
-	@echo 'make demo-engine   a small Qwen2 trained under FSDP2 on four ranks, beside one process: a table and engine.png'
+	@echo 'make demo-engine   a small Qwen2 trained under FSDP2 on four ranks beside one process, padded and packed: a table and engine.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
 	@echo 'make docs          a site of all pages and a reference of all public names, in build/site'

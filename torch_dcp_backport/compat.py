@@ -41,6 +41,9 @@ Made = TypeVar("Made")
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
 #: torch 2.4 has no strided shards: https://github.com/pytorch/pytorch/pull/126697
 HAS_STRIDED = hasattr(placement_types, "_StridedShard")
+#: FSDP2 trains on the CPU: CPU streams record events, since torch 2.7,
+#: https://github.com/pytorch/pytorch/pull/145935
+TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 #: What safetensors calls a dtype -> that dtype, of those that this torch has.
 STORED_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name)

@@ -85,12 +85,52 @@ def test_a_root_in_the_place_of_a_step_is_told_the_newest(
     trainer = Trainer(tmp_path)
     trainer.handler.save_checkpoint(1)
     trainer.handler.save_checkpoint(2)
-    more = [str(tmp_path)] if command == "diff" else [str(tmp_path / "out")] if command == "export" else []
+    (tmp_path / "global_step_7").mkdir()
     capsys.readouterr()
-    assert main(["checkpoint", command, str(tmp_path), *more]) == code
+    assert main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)]) == code
     error = capsys.readouterr().err
     assert f"{tmp_path} is the root of 2 step(s)" in error
     assert f"such as {tmp_path / 'global_step_2'}" in error
+
+
+def second_argument(command: str, folder: Path) -> list[str]:
+    """What a command wants beside the folder: `diff` another one, `export` a target."""
+    return {"diff": [str(folder)], "export": [str(folder / "out")]}.get(command, [])
+
+
+@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 1), ("diff", 2), ("export", 1)])
+def test_a_root_without_a_step_of_ours_is_told_what_the_command_wants(
+    tmp_path: Path, capsys: Capture, command: str, code: int
+) -> None:
+    """As that of a manager without a handler: its parts have no manifest."""
+    (tmp_path / "global_step_7").mkdir()
+    (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
+    assert main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)]) == code
+    (error,) = capsys.readouterr().err.splitlines()
+    wanted = "has no huggingface/config.json" if command == "export" else "holds no distributed checkpoint"
+    assert f"{tmp_path} {wanted}" in error
+
+
+@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 1), ("diff", 2), ("export", 1)])
+def test_a_folder_that_cannot_be_listed_ends_in_a_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str, code: int
+) -> None:
+    def scandir(path: Any = ".") -> Any:
+        if Path(path) == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    listing = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)]) == code
+    (error,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path) in error
+
+
+def test_a_name_that_is_too_long_ends_in_a_line(tmp_path: Path, capsys: Capture) -> None:
+    folder = str(tmp_path / ("a" * 300))
+    assert main(["checkpoint", "diff", folder, folder]) == 2
+    assert "File name too long" in capsys.readouterr().err
 
 
 def test_the_largest_tensors_are_shown_and_no_key_is_cut(tmp_path: Path, capsys: Capture) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from heard import heard
 from pool import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -472,6 +473,38 @@ def test_what_makes_no_difference_is_said(caplog: pytest.LogCaptureFixture, tmp_
     assert "separation_hint='a_prefix' makes no difference" in caplog.text
     FullyParallelLoadStrategyWrapper(None, pg_cache_path=str(tmp_path))
     assert "pg_cache_path makes no difference" in caplog.text
+
+
+WRAPPERS = {"save": FullyParallelSaveStrategyWrapper, "load": FullyParallelLoadStrategyWrapper}
+
+
+def told_of_cache(api: Any, kind: str) -> list[str]:
+    """Rank 0 makes no such strategy; ranks 1 and 2 read or write together."""
+    pair = dist.new_group([1, 2])
+    with heard("dist_checkpointing") as said:
+        for _ in range(2 if dist.get_rank() else 0):
+            WRAPPERS[kind](None, pair, pg_cache_path="cache")
+    return said
+
+
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_what_makes_no_difference_is_said_by_the_first_rank_of_a_strategy(ranks, kind: str) -> None:
+    none, (said,), others = ranks(told_of_cache, kind, world=3)
+    assert "pg_cache_path makes no difference" in said
+    assert none == others == []
+
+
+def told_of_hint(api: Any) -> list[str]:
+    with heard("dist_checkpointing") as said:
+        for _ in range(2 if dist.get_rank() else 0):
+            TorchDistSaveShardedStrategy(separation_hint="a_prefix")
+    return said
+
+
+def test_a_strategy_without_a_group_says_it_on_each_rank(ranks) -> None:
+    none, (said,) = ranks(told_of_hint, world=2)
+    assert "separation_hint='a_prefix' makes no difference" in said
+    assert none == []
 
 
 def test_classes_of_saves_in_the_background() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -213,25 +214,34 @@ def test_replicas_are_right_or_refused(ranks, tmp_path: Path, size: int) -> None
         if small.cpu_fsdp.RELEASE < (2, 8):
             assert f"cannot reduce gradients over {4 // size} replicas of {size} shards" in found
             assert "Cannot use ReduceOp.AVG with Gloo" in found
+            # One copy of the model does not train there, either.
+            hints = ("One copy of the model", "On the CPU FSDP2 trains with torch >= 2.7")
+            assert [hint in found for hint in hints] == [small.cpu_fsdp.TRAINS, not small.cpu_fsdp.TRAINS]
         if not isinstance(found, str):
             small.same(found, small.alone())
         assert small.cpu_fsdp.RELEASE < (2, 13) or not isinstance(found, str)
 
 
 PROBE = """
+import sys
+import small
 import torch.distributed as dist
-from torch_dcp_backport import engine
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-engine.divisor_of(engine.arrange("cpu"))
+options = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+small.Engine({"path": sys.argv[1]}, options, device="cpu").initialize()
 """
 
 
 @pytest.mark.skipif(small.cpu_fsdp.TRAINS, reason="FSDP2 of this torch trains on the CPU")
-def test_a_torch_whose_fsdp2_does_not_train_on_the_cpu_says_so() -> None:
+def test_a_torch_whose_fsdp2_does_not_train_on_the_cpu_says_so(tmp_path: Path) -> None:
     """In an interpreter of its own: the ranks of these tests have what this torch lacks."""
-    ended = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    small.write(tmp_path / "m")
+    command = [sys.executable, "-c", PROBE, str(tmp_path / "m")]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths})
     assert "RuntimeError: cannot arrange the ranks: FSDP2 of torch" in ended.stderr
     assert "On the CPU FSDP2 trains with torch >= 2.7" in ended.stderr
+    assert "with forward_only=True an engine loads and exports" in ended.stderr
 
 
 def incomplete(api: Any, folder: Path) -> str:

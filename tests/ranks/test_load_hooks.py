@@ -377,6 +377,64 @@ def test_a_batch_norm_that_is_missing(api: Any, how: str, wrapper: str, counted:
         assert torch.equal(value, before[key]), key
 
 
+def counted_by_wrapper(model: nn.Module, state: Any) -> str:
+    del state["1.num_batches_tracked"]
+    state._metadata = OrderedDict({"module": {"version": 1}, "module.1": {"version": 2}})
+    return "1.num_batches_tracked"
+
+
+def not_counting(model: nn.Module, state: Any) -> str:
+    model[1].track_running_stats = False
+    del state["1.num_batches_tracked"], state._metadata
+    return "1.num_batches_tracked"
+
+
+def without_count(model: nn.Module, state: Any) -> str:
+    model[1].num_batches_tracked = None
+    del state["1.num_batches_tracked"], state._metadata
+    return "1.num_batches_tracked"
+
+
+def one_too_many(model: nn.Module, state: Any) -> str:
+    del state["1.num_batches_tracked"], state._metadata
+    state["1.scale"] = torch.ones(4)
+    return "1.scale"
+
+
+def statistics_of_old(model: nn.Module, state: Any) -> str:
+    model[1] = nn.InstanceNorm1d(4, affine=True)
+    del state["1.num_batches_tracked"], state._metadata
+    return "1.running_mean"
+
+
+NORM_ERRORS = [counted_by_wrapper, not_counting, without_count, one_too_many, statistics_of_old]
+
+
+@pytest.mark.parametrize("spoil", NORM_ERRORS)
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_errors_of_a_norm_come_first(api: Any, how: str, spoil: Any) -> None:
+    """Nothing is written where torch's own code of a norm would fail, after modules before it were loaded."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    state = model.state_dict()
+    for key, value in state.items():
+        state[key] = value + 1
+    named = spoil(model, state)
+    parallel = wrapped(copy.deepcopy(model), "ddp")
+    reference = OrderedDict((f"module.{key}", value) for key, value in state.items())
+    reference._metadata = getattr(state, "_metadata", None)
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(parallel).load_state_dict(reference)
+    before = {key: value.clone() for key, value in whole_state(parallel).items()}
+    with pytest.raises(
+        RuntimeError, match=r"(Missing|Unexpected) .*in state_dict|Unexpected running"
+    ) as caught:
+        api.set_model_state_dict(parallel, given(state, how), options=options(api, how))
+    assert named in str(caught.value), caught.value
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, before[key]), key
+
+
 @pytest.mark.parametrize("how", HOWS)
 @on_ranks(world=2)
 def test_quantized_modules(api: Any, how: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import weakref
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from heard import heard
 from pool import Pool, RankError
 
-from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer import Call, Problem, warn_on_first
 from torch_dcp_backport.transfer._src import meet
 from torch_dcp_backport.transfer._src.call import Attempt, gc_context
 from torch_dcp_backport.transfer._src.errors import CollectiveError
@@ -268,6 +270,24 @@ def alone(_: Any) -> list[Any]:
             except Wrong as error:
                 results.append(str(error).splitlines()[1])
     return results
+
+
+def warned(_: Any) -> list[str]:
+    """Of a pair of ranks, in its call and without a call; of a call that no other rank takes part in."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    log = logging.getLogger("torch_dcp_backport.warned")
+    with heard("warned") as said:
+        with Call("cannot pair", "count", (pair,)) as call:
+            call.warn_once(log, "in a call")
+        warn_on_first(log, "of a group", pair)
+        with Call("cannot do it alone", "count", ()) as call:
+            call.warn_once(log, "alone")
+    return said
+
+
+def test_the_first_rank_of_a_group_warns_and_each_rank_without_one(ranks: Any) -> None:
+    firsts = ["in a call", "of a group", "alone"]
+    assert ranks(warned, world=WORLD) == [firsts, ["alone"], firsts, ["alone"]]
 
 
 def test_a_process_without_a_group_meets_itself(pools: Any) -> None:

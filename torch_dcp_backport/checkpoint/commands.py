@@ -139,11 +139,17 @@ def mark(argv: list[str], prog: str, what: str, change: Callable[[Path], None]) 
 
 
 def refused_root(prog: str, folders: Iterable[Path]) -> bool:
-    """Say which of the folders is the root of a run, where a step is wanted; return whether there was any."""
+    """Say which of the folders is the root of a run, where a step is wanted; return whether there was any.
+
+    Of a folder that cannot be listed, and of a root without a step of ours, the command says what is wrong.
+    """
     for folder in folders:
         if holds_a_checkpoint(folder):
             continue
-        steps = store.Shelf(folder).listed()
+        try:
+            steps = [entry for entry in store.Shelf(folder).listed() if not entry.foreign]
+        except OSError:
+            continue
         if steps:
             text = f"{folder} is the root of {len(steps)} step(s): name one of them, such as {steps[0].path}"
             print(inspection.printable(f"{prog}: {text}"), file=sys.stderr)

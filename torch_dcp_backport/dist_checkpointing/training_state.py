@@ -197,9 +197,7 @@ def are_alike(call: Call, value: object, topic: Topic) -> bool:
     Args:
         value: or the attempt to make it.
     """
-    with call.guard() as digest:
-        known = value.value if isinstance(value, Attempt) else value
-        digest.set(digest_of(values_of(known)))
+    digest = call.attempt(lambda known: digest_of(values_of(known)), value)
     with at_first(call, topic, digest) as meeting:
         if meeting.decides:
             meeting.answer(len(set(meeting.heard.values())) == 1)

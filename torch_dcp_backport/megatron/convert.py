@@ -388,7 +388,8 @@ def _to_files(
         replaced(out, target.how.overwrite, target.companions[CONFIG])
     call.settle()
     target = target._replace(shapes=shape.folded(held))
-    target, tensors, *_ = examined(call, target, held, is_named=True)
+    export = examined(call, target, held, is_named=True)
+    target, tensors = export.target, export.tensors
     call.settle()
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)

@@ -55,6 +55,7 @@ from torch_dcp_backport.transfer._src.groups import (
     device_types as device_types,
     group_ranks as group_ranks,
     groups_of as groups_of,
+    is_first as is_first,
     members as members,
     note_device as note_device,
     source_of as source_of,

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from pathlib import Path
 from typing import Any, Optional, Union
 
-import torch.distributed as dist
-
 from torch_dcp_backport.checkpoint._src import extra, partial, remote, store, together, uploads
 from torch_dcp_backport.checkpoint._src.partial import WHOLE, Partial
 from torch_dcp_backport.checkpoint._src.policies import keeping
@@ -45,7 +43,7 @@ from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import saving
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
-from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, at_first, warn_on_first
+from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, at_first, is_first, warn_on_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -320,7 +318,7 @@ class BaseCheckpointManager:
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of the manager's ranks."""
-        return not dist.is_initialized() or dist.get_rank(self.process_group) == 0
+        return is_first(self.process_group)
 
     def tell(self, text: str, about: Optional[Hashable] = None) -> None:
         """Log a warning that concerns every rank: on the first of the manager's ranks, once in its process.

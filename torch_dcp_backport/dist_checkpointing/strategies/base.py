@@ -16,7 +16,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     SHARDED_BACKEND,
     CheckpointingException,
 )
-from torch_dcp_backport.transfer import Group, warn_on_first
+from torch_dcp_backport.transfer import Group, warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -82,8 +82,11 @@ def refuse_strategies(*strategies: Any, called: str = "") -> None:
 
 
 def say_once(text: str) -> None:
-    """Log, on the first rank and once there, that something of Megatron's makes no difference here."""
-    warn_on_first(logger, text)
+    """Log, once in this process, that something of Megatron's makes no difference here.
+
+    On every rank: no group is known here, and an object may be made on any rank alone.
+    """
+    warn_once(logger, text)
 
 
 def sharing_groups(strategy: Any) -> tuple[Group, ...]:

@@ -32,7 +32,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from torch_dcp_backport.dist_checkpointing.serialization import CANNOT_LOAD
-from torch_dcp_backport.dist_checkpointing.strategies.base import say_once
+from torch_dcp_backport.dist_checkpointing.strategies.base import logger
 from torch_dcp_backport.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -42,7 +42,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
-from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet
+from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet, warn_on_first
 
 READING = Topic("reading what this rank takes care of", DOUBTFUL)
 SETTLING = Topic("settling", DOUBTFUL)
@@ -75,7 +75,7 @@ class FullyParallelSaveStrategyWrapper:
         pg_cache_path: Optional[str] = None,
         pg_cache_create: bool = False,
     ) -> None:
-        say_of_cache(pg_cache_path)
+        say_of_cache(pg_cache_path, parallelization_group)
         self.backend, self.version = backend, version
         self.base_strategy = TorchDistSaveShardedStrategy(backend, version) if strategy is None else strategy
         self.validate_access_integrity = validate_access_integrity
@@ -171,7 +171,7 @@ class FullyParallelLoadStrategyWrapper:
         pg_cache_create: bool = False,
     ) -> None:
         self.base_strategy = TorchDistLoadShardedStrategy() if strategy is None else strategy
-        say_of_cache(pg_cache_path)
+        say_of_cache(pg_cache_path, parallelization_group)
         self.per_rank_object_load, self.exchange_algo = per_rank_object_load, exchange_algo
         self.parallelization_group = parallelization_group
         #: Of the first load; kept where `do_cache_distribution` says so.
@@ -334,9 +334,10 @@ def filled_in(
     return filled
 
 
-def say_of_cache(path: Optional[str]) -> None:
+def say_of_cache(path: Optional[str], group: Group) -> None:
     if path is not None:
-        say_once("pg_cache_path makes no difference: ranks agree on who takes what in each call")
+        text = "pg_cache_path makes no difference: ranks agree on who takes what in each call"
+        warn_on_first(logger, text, group)
 
 
 def distribute_main_replicas_with_precomputed_distribution(

@@ -54,12 +54,13 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
         # asked for one, and up to 2.5 it takes CUDA's.
         replicas = grid.sizes.replicate
         instead = ""
-        if replicas > 1:
-            instead = ". One copy of the model (fsdp_size=-1) needs less of the backend"
-        elif device.type == "cpu":
+        if device.type == "cpu" and not compat.TRAINS_ON_CPU:
             instead = (
-                ". On the CPU FSDP2 trains with torch >= 2.7; with forward_only=True an engine loads, exports"
+                ". On the CPU FSDP2 trains with torch >= 2.7; with forward_only=True an engine loads and "
+                "exports"
             )
+        elif replicas > 1:
+            instead = ". One copy of the model (fsdp_size=-1) needs less of the backend"
         raise RuntimeError(
             f"{TITLE}: FSDP2 of torch {torch.__version__} with {dist.get_backend()} cannot reduce gradients "
             f"over {replicas} replicas of {grid.sizes.shard} shards: {type(error).__name__} {error}{instead}"

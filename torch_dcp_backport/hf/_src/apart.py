@@ -15,7 +15,7 @@ import torch
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.blocks import Part, Share
 from torch_dcp_backport.hf._src.opening import Cat, FileTensor, Made, Stack, Turned, made_of
-from torch_dcp_backport.transfer import Box, Boxes, TensorInfo, intersection, part_of, whole
+from torch_dcp_backport.transfer import Box, TensorInfo, intersection, part_of, spread_of, whole
 
 
 class Cutout(NamedTuple):
@@ -215,8 +215,7 @@ def taken_apart(share: Share, tensors: Mapping[str, TensorInfo], cuts: Mapping[s
                 parts.setdefault(name, []).append(part)
     spreads = {name: share.spreads[name] for name in tensors if name not in cuts}
     for name, cut in cuts.items():
-        rows = tuple((rank, tuple(boxes)) for rank, boxes in sorted(blocks[name].items()))
-        spreads[name] = Boxes(cut.shape, rows)
+        spreads[name] = spread_of(cut.shape, blocks[name])
     parts.update((name, list(share.parts[name])) for name in tensors if name in share.parts)
     relayed = {name: cuts[name].key if name in cuts else name for name in tensors}
     dtypes = {name: share.relayed[key] for name, key in relayed.items() if key in share.relayed}

@@ -140,7 +140,8 @@ def agree_on_save(
             call.problems.append(of_a_tower(shape))
         call.settle()
         target = target._replace(shapes=shape.folded(written))
-        target, tensors, *_ = examined(call, target, written, is_named=True)
+        export = examined(call, target, written, is_named=True)
+        target, tensors = export.target, export.tensors
     else:
         with call.guard():
             tensors = exported(written, how.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from torch import nn
@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.state_dict.destination import FIRST
 from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_meta, without_wrappers
-from torch_dcp_backport.state_dict.model.places import ModulePlace, tensors_of
+from torch_dcp_backport.state_dict.model.places import renamed_metadata, tensors_of
 from torch_dcp_backport.state_dict.model.plan import ROOT, ModelPlan
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
@@ -73,7 +73,7 @@ class Handover:
             skipped = {entry.load_key for entry in outline.entries if plan.values.get(entry) is entry.value}
         loaded = self.loadable(skipped)
         if plan.metadata is not None:
-            loaded._metadata = renamed_metadata(plan.metadata, outline.places)  # type: ignore[attr-defined]
+            loaded._metadata = plan.metadata  # type: ignore[attr-defined]
         if "" in plan.governance.prefixes:
             self.bring(ROOT, loaded)
         # Names that may be missing are no error: where the model loads as torch, its keys are judged here.
@@ -214,18 +214,6 @@ def by_fqn(outline: Outline, keys: _IncompatibleKeys, given: Mapping[Any, Any]) 
         list(map(outline.fqn_of, keys.missing_keys)),
         [given.get(without_wrappers(str(key)), key) for key in keys.unexpected_keys],
     )
-
-
-def renamed_metadata(
-    metadata: Mapping[str, dict[str, Any]], places: Iterable[ModulePlace]
-) -> dict[str, dict[str, Any]]:
-    """Versions by the names that modules have inside wrappers, too: DDP's modules would have none."""
-    renamed = dict(metadata)
-    for place in places:
-        of_module = renamed.get(place.fqn[:-1])
-        if of_module is not None:
-            renamed.setdefault(place.path[:-1], dict(of_module))
-    return renamed
 
 
 def tie(entries: Sequence[KeyEntry], present: Sequence[KeyEntry]) -> None:

@@ -7,7 +7,7 @@ its place only if nothing on the way from the root to its owner can see, change,
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -17,8 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, compiled_modules, declares
 
-#: Modules whose loading code reads no value if the state dict has all of their keys, and no others.
-NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
+#: Loading code of an InstanceNorm, and of all norms of torch: it reads no value if the state dict has all
+#: keys of the module, and no others.
+OF_INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm._load_from_state_dict
+NORMS = (nn.modules.batchnorm._NormBase._load_from_state_dict, OF_INSTANCE_NORM)
+#: The name of the batches that a norm has counted.
+COUNT = "num_batches_tracked"
 #: Loading hooks of torch's that rename a wrapper's keys, or look at the parameters alone.
 BLIND_HOOKS = "torch.distributed."
 
@@ -119,7 +123,7 @@ def governors_of(
             place.looks
             or place.renames
             or place.fqn in forced
-            or (isinstance(place.module, NORMS) and not is_complete(place, keys))
+            or (is_norm(place.module) and not is_complete(place, keys))
         ):
             governor = place.fqn
         if governor is not None:
@@ -142,20 +146,54 @@ def has_loader(module: nn.Module) -> bool:
     """Whether its `_load_from_state_dict` is neither torch's plain one nor that of a norm."""
     if "_load_from_state_dict" in vars(module):
         return True
-    loader = type(module)._load_from_state_dict
-    if loader is nn.Module._load_from_state_dict:
-        return False
-    return all(loader is not kind._load_from_state_dict for kind in NORMS)
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict and not is_norm(module)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether its `_load_from_state_dict` is that of a norm of torch."""
+    return type(module)._load_from_state_dict in NORMS
 
 
 def is_complete(place: ModulePlace, keys: Collection[object]) -> bool:
     """Whether a norm finds each of its keys: old checkpoints lack some, and it makes them up."""
     module: Any = place.module
-    if "num_batches_tracked" in module._buffers and place.fqn + "num_batches_tracked" not in keys:
+    if COUNT in module._buffers and place.fqn + COUNT not in keys:
         return False
-    # An InstanceNorm without statistics complains of a checkpoint that has them.
-    extra = ("running_mean", "running_var")
-    return all(module._buffers.get(name) is not None or place.fqn + name not in keys for name in extra)
+    return bool(module.track_running_stats) or not statistics_of(place, keys)
+
+
+def statistics_of(place: ModulePlace, keys: Collection[object]) -> list[str]:
+    """The FQNs in the state dict by which old checkpoints have a norm's statistics."""
+    return [key for name in ("running_mean", "running_var") if (key := place.fqn + name) in keys]
+
+
+def makes_up(place: ModulePlace, name: str, version: Optional[int]) -> bool:
+    """Whether a norm finds a value for a name that the checkpoint lacks: it counts batches anew.
+
+    Args:
+        version: the norm's, in the checkpoint; None where that does not say.
+    """
+    module: Any = place.module
+    return name == COUNT and bool(module.track_running_stats) and (version is None or version < 2)
+
+
+def refuses_statistics(place: ModulePlace, version: Optional[int]) -> bool:
+    """Whether a norm keeps no statistics and takes none of a checkpoint: an InstanceNorm of old ones."""
+    module: Any = place.module
+    is_instance_norm = type(module)._load_from_state_dict is OF_INSTANCE_NORM
+    return is_instance_norm and version is None and not module.track_running_stats
+
+
+def renamed_metadata(
+    metadata: Mapping[str, dict[str, Any]], places: Iterable[ModulePlace]
+) -> dict[str, dict[str, Any]]:
+    """Versions by the names that modules have inside wrappers, too: DDP's modules would have none."""
+    renamed = dict(metadata)
+    for place in places:
+        of_module = renamed.get(place.fqn[:-1])
+        if of_module is not None:
+            renamed.setdefault(place.path[:-1], dict(of_module))
+    return renamed
 
 
 def has_user_loader(module: nn.Module) -> bool:

@@ -6,7 +6,8 @@ module at a time; all others are written straight into their places. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -20,10 +21,15 @@ from torch_dcp_backport.state_dict.fqn import ExtraState
 from torch_dcp_backport.state_dict.load import Inventory, LoadPlan
 from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_meta, is_sliceable
 from torch_dcp_backport.state_dict.model.places import (
-    NORMS,
+    COUNT,
     ModulePlace,
     governors_of,
     has_loader,
+    is_norm,
+    makes_up,
+    refuses_statistics,
+    renamed_metadata,
+    statistics_of,
     tensors_of,
 )
 from torch_dcp_backport.state_dict.source import About, Carried, StateSource, Unusable
@@ -65,7 +71,9 @@ class ModelPlan(LoadPlan):
         self.outline = outline
         self.source = source
         self.inventory = {key: offer for key, offer in inventory.items() if key is not About.METADATA}
-        self.metadata: Optional[Mapping[str, dict[str, Any]]] = inventory.get(About.METADATA)
+        metadata = inventory.get(About.METADATA)
+        #: Of the modules by their names inside wrappers, too.
+        self.metadata = None if metadata is None else renamed_metadata(metadata, outline.places)
         self.governance = governance
         self.stages = [prefix or ROOT for prefix in governance.prefixes]
         # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
@@ -108,8 +116,25 @@ class ModelPlan(LoadPlan):
         text = str(key)
         for place, governor in self.governance.by_place.items():
             if governor == place.fqn and text.startswith(place.fqn):
-                return place.prefix + text[len(place.fqn) :]
+                # A norm of torch knows no others: that is told before anything is written.
+                judged = self.outline.judges_keys and place in self.norms
+                return None if judged else place.prefix + text[len(place.fqn) :]
         return None
+
+    @functools.cached_property
+    def norms(self) -> set[ModulePlace]:
+        """The norms of torch that look at what they hold, and no other code does."""
+        by_place = self.governance.by_place
+        others = {governor for place, governor in by_place.items() if place.looks or place.renames}
+        return {
+            place
+            for place, governor in by_place.items()
+            if governor == place.fqn and governor not in others and is_norm(place.module)
+        }
+
+    def version_of(self, place: ModulePlace) -> Optional[int]:
+        """The version of a module in the checkpoint; None where that does not say."""
+        return ((self.metadata or {}).get(place.path[:-1]) or {}).get("version")
 
     def gets_itself(self, key: Any, live: Any) -> bool:
         value = self.source.value(key) if key in self.source else None
@@ -124,14 +149,10 @@ class ModelPlan(LoadPlan):
 
     def may_be_made_up(self, entry: KeyEntry) -> bool:
         """Whether loading code may find a value for a name that the checkpoint lacks."""
-        place = entry.place
         if not self.is_looked_at(entry):
             return False
-        if place.looks or self.governance.by_place[place] != place.fqn or not isinstance(place.module, NORMS):
-            return True
-        # A norm of torch's counts batches anew for checkpoints before version 2, and makes up nothing else.
-        version = ((self.metadata or {}).get(place.fqn[:-1]) or {}).get("version")
-        return entry.name == "num_batches_tracked" and (version is None or version < 2)
+        place = entry.place
+        return place not in self.norms or makes_up(place, entry.name, self.version_of(place))
 
     def is_copied(self, entry: KeyEntry) -> bool:
         """Whether a value that is loaded whole is copied into the live tensor, which no code can replace."""
@@ -171,13 +192,14 @@ def plan_model(
     for key in plan.inventory:
         if key not in fqns:
             plan_unexpected(plan, key)
+    problems += problems_of_norms(plan, fqns)
     for entries in outline.ties:
         present = [entry for entry in entries if entry.fqn in plan.inventory]
         governed = any(
             entry.place in plan.governance.by_place or id(entry) in plan.governance.whole for entry in entries
         )
         if not present:
-            plan_missing(plan, entries, may_be=governed and any(map(plan.may_be_made_up, entries)))
+            plan_missing(plan, entries, may_be=governed and all(map(plan.may_be_made_up, entries)))
         elif governed:
             plan_governed(plan, entries, present)
         else:
@@ -240,6 +262,23 @@ def topmost(prefixes: Iterable[str]) -> list[str]:
         for prefix in prefixes
         if not any(prefix != other and prefix.startswith(other) for other in prefixes)
     ]
+
+
+def problems_of_norms(plan: ModelPlan, fqns: Collection[str]) -> Iterator[Problem]:
+    """Yield the errors of the loading code of torch's norms, which it finds when others are written.
+
+    Args:
+        fqns: of the model.
+    """
+    for place in filter(plan.norms.__contains__, plan.governance.by_place):
+        version, count = plan.version_of(place), place.fqn + COUNT
+        if refuses_statistics(place, version):
+            for key in statistics_of(place, plan.inventory):
+                yield Problem("Unexpected running stats buffer(s) with track_running_stats=False", key)
+        is_known = count in fqns or count in plan.inventory
+        if plan.outline.judges_keys and not is_known and makes_up(place, COUNT, version):
+            # Also where the buffer is None, or not persistent: then nothing takes it.
+            yield Problem("Unexpected key(s) in state_dict", count)
 
 
 # --- destinations ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.model.outline import Outline
+from torch_dcp_backport.state_dict.model.places import is_complete, is_norm
 from torch_dcp_backport.transfer import (
     Call,
     copy_to,
@@ -45,7 +46,8 @@ def copies_of(outline: Outline, state: Mapping[Any, Any]) -> Optional[list[Copy]
     if info.broadcast_from_rank0 or info.fsdp_modules or len(entries) != len(state) or outline.user_loader:
         return None
     if type(state) not in (dict, OrderedDict) or any(
-        place.looks or place.renames for place in outline.places
+        place.looks or place.renames or (is_norm(place.module) and not is_complete(place, state))
+        for place in outline.places
     ):
         return None
     copies = []

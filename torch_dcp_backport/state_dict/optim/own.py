@@ -1,7 +1,7 @@
 """Hand a state dict that was made here to an optimizer's own `load_state_dict()`.
 
-torch looks with every state for its parameter in the lists of the groups: of 4,000 parameters that was nearly
-half of the load (0.56 s, and 0.30 s without it). Must never show another kind of list to code that is not
+torch looks for the parameter of every state in the lists of the groups, one after the other: the work of that
+grows with the square of the number of parameters. Must never show another kind of list to code that is not
 torch's (what looks into torch's frames, or changes its functions' byte code, sees it).
 """
 

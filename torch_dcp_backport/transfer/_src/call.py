@@ -30,7 +30,7 @@ from torch_dcp_backport.transfer._src.errors import (
     raise_together,
     spell_key,
 )
-from torch_dcp_backport.transfer._src.groups import Group, comm_device_type, exclusive, group_ranks
+from torch_dcp_backport.transfer._src.groups import Group, comm_device_type, exclusive, group_ranks, is_first
 from torch_dcp_backport.transfer._src.once import warn_once
 from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer._src.report import Tally
@@ -167,8 +167,8 @@ class Call:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of the group."""
-        return self.rank == self.ranks[0]
+        """Whether this rank is the first of the group; so is a rank whose call has no group."""
+        return not self.groups or is_first(self.group)
 
     @property
     def findings(self) -> list[Finding]:

@@ -97,6 +97,11 @@ def groups_of(group: Group = None) -> tuple[Group, ...]:
     return (group,) if group is not None or dist.is_initialized() else ()
 
 
+def is_first(group: Group = None) -> bool:
+    """Whether this rank is the first of a group; so is a process without a process group."""
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
 def warn_on_first(
     log: logging.Logger, text: str, group: Group = None, about: Optional[Hashable] = None
 ) -> None:
@@ -108,7 +113,7 @@ def warn_on_first(
         group: the process group; None is the default group.
         about: what the warning is of, where its text differs from time to time.
     """
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
+    if is_first(group):
         warn_once(log, text, about)
 
 
