@@ -15,7 +15,7 @@ import torch
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.blocks import Part, Share
 from torch_dcp_backport.hf._src.opening import Cat, FileTensor, Made, Stack, Turned, made_of
-from torch_dcp_backport.transfer import Box, TensorInfo, intersection, part_of, spread_of, whole
+from torch_dcp_backport.transfer import Box, Boxes, TensorInfo, intersection, part_of, spread_of, whole
 
 
 class Cutout(NamedTuple):
@@ -194,28 +194,25 @@ def taken_apart(share: Share, tensors: Mapping[str, TensorInfo], cuts: Mapping[s
     by_key: dict[str, list[tuple[str, Cutout]]] = {}
     for name, cut in cuts.items():
         by_key.setdefault(cut.key, []).append((name, cut))
-    blocks: dict[str, dict[int, list[Box]]] = {name: {} for name in cuts}
+    spreads = {name: share.spreads[name] for name in tensors if name not in cuts}
     parts: dict[str, list[Part]] = {}
     # Layers are alike: the blocks of each are those of the first.
-    seen: dict[Hashable, list[dict[int, list[Box]]]] = {}
+    seen: dict[Hashable, list[Boxes]] = {}
     for key, inside in by_key.items():
         row = Row(inside)
         places = share.spreads[key].by_rank, tuple((cut.box, cut.dims) for _, cut in inside)
-        if places in seen:
-            blocks.update(zip((name for name, _ in inside), seen[places]))
-        else:
+        if places not in seen:
+            blocks: dict[str, dict[int, list[Box]]] = {name: {} for name, _ in inside}
             for rank, boxes in share.spreads[key].by_rank:
                 for box in boxes:
                     for name, cut, common in row.within(box):
                         blocks[name].setdefault(rank, []).append(cut.inner(common))
-            seen[places] = [blocks[name] for name, _ in inside]
+            seen[places] = [spread_of(cut.shape, blocks[name]) for name, cut in inside]
+        spreads.update(zip((name for name, _ in inside), seen[places]))
         for box, into in share.parts.get(key, ()):
             for name, cut, common in row.within(box):
                 part = Part(cut.inner(common), cut.taken(part_of(into, box, common)))
                 parts.setdefault(name, []).append(part)
-    spreads = {name: share.spreads[name] for name in tensors if name not in cuts}
-    for name, cut in cuts.items():
-        spreads[name] = spread_of(cut.shape, blocks[name])
     parts.update((name, list(share.parts[name])) for name in tensors if name in share.parts)
     relayed = {name: cuts[name].key if name in cuts else name for name in tensors}
     dtypes = {name: share.relayed[key] for name, key in relayed.items() if key in share.relayed}
