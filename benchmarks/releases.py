@@ -171,8 +171,13 @@ def made(name: str) -> Any:
     import transformers
 
     kind, configuration, settings = MODELS[name]
+    config = getattr(transformers, configuration)
+    if "text_config" in settings and "text_config" not in config.sub_configs:
+        # Qwen2-VL's of 4.51 has the text's settings at the top.
+        settings = {**settings, **settings["text_config"]}
+        del settings["text_config"]
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, configuration)(**settings)).eval()
+    model = getattr(transformers, kind)(config(**settings)).eval()
     kept = set(model.state_dict())
     draw = torch.Generator().manual_seed(len(name))
     values = [*model.parameters(), *(value for key, value in model.named_buffers() if key in kept)]

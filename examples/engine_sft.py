@@ -133,13 +133,14 @@ def compare_rows(made, turns: int) -> str:
                 dist.barrier()
                 if turn:  # the first is to warm up
                     seconds[name].append(time.monotonic() - began)
-    figures = torch.tensor([apart, *map(min, seconds.values())], device=made.device)
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    apart, padded, packed = figures.tolist()
-    assert apart < 1e-5, f"packed rows: {apart} from the losses of padded ones"
     tokens = rows["attention_mask"].sum(1)
+    figures = [apart, *map(min, seconds.values()), -tokens.min(), tokens.max()]
+    figures = torch.tensor(figures, device=made.device)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    apart, padded, packed, least, most = figures.tolist()
+    assert apart < 1e-5, f"packed rows: {apart} from the losses of padded ones"
     return (
-        f"{ROWS} rows a rank of {tokens.min()} to {tokens.max()} tokens: each row's loss packed within "
+        f"{ROWS} rows a rank, of {-least:.0f} to {most:.0f} tokens: each row's loss packed within "
         f"{apart:.1e} of padded; {padded / packed:.2f} times as many tokens a second packed as padded "
         f"(the best of {turns} steps)"
     )

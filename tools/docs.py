@@ -44,14 +44,20 @@ NAV: list[Any] = [
     {"Home": "README.md"},
     {
         "Fix an out-of-memory": [
-            *("docs/install.md", "docs/recipes.md", "docs/state-dict.md", "docs/tuning.md"),
+            "docs/install.md",
+            "docs/recipes.md",
+            "docs/state-dict.md",
+            "docs/tuning.md",
             "docs/migration.md",
         ]
     },
     {"Save and resume": ["docs/checkpoint.md", "docs/dist-checkpointing.md"]},
     {
         "Reshard, convert, train": [
-            *("docs/transfer.md", "docs/hf.md", "docs/megatron.md", "docs/engine.md"),
+            "docs/transfer.md",
+            "docs/hf.md",
+            "docs/megatron.md",
+            "docs/engine.md",
         ]
     },
     {"Run it in CI": ["docs/in-your-ci.md"]},

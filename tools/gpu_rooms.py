@@ -6,6 +6,7 @@ device. Without transformers the engine's cases fail, and say so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable
@@ -46,7 +47,8 @@ def write_model(folder: Path) -> None:
     config = transformers.Qwen2Config(
         vocab_size=WORDS,
         hidden_size=64,
-        intermediate_size=160,
+        # Its activations are large enough to go to the host.
+        intermediate_size=512,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -110,8 +112,18 @@ def make_engine(
 ) -> Any:
     from torch_dcp_backport import engine
 
+    class Counting(engine.FSDPEngineWithLMHead):
+        #: Bytes of activations that went to the host.
+        copied = 0
+
+        @contextlib.contextmanager
+        def saving(self) -> Any:
+            with super().saving() as saved:
+                yield
+                self.copied += sum(stored.host.nbytes for stored in saved.stored.values()) if saved else 0
+
     fixed = {"fsdp_size": -1, "mixed_precision": {"param_dtype": "fp32"}}
-    made = engine.FSDPEngineWithLMHead(
+    made = Counting(
         {"path": str(folder), **model},
         {**fixed, **settings},
         {"optimizer": "SGD", "lr": 0.2, "weight_decay": 0.0, **optimizer},
@@ -137,6 +149,9 @@ def check_engine(
     again = make_engine(folder, model, settings, {})
     again.load_checkpoint(str(step))
     losses += train(place, again, range(3, 5))
+    # On the CPU the setting has no effect.
+    is_moved = bool(model.get("enable_activation_offload")) and place.kind != "cpu"
+    assert (again.copied > 0) == is_moved, f"{again.copied} bytes of activations went to the host"
     apart = max(abs(one - other) for one, other in zip(losses, expected))
     assert apart < 2e-5, f"losses {losses}, in one process {expected}"
     # Every rank runs through it; the first has the tensors.

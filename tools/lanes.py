@@ -293,6 +293,12 @@ def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
         done.touch()
 
 
+def requirements_of(name: str) -> tuple[str, ...]:
+    """All that is installed for a lane, in the environment and beside it."""
+    beside = [each for requirements in BESIDE.get(name, {}).values() for each in requirements]
+    return (*LANES[name], *BARE.get(name, ()), *beside)
+
+
 def make(name: str) -> Path:
     """The lane's Python, its environment made first if it is not there yet."""
     python, version = python_of(name)
@@ -303,8 +309,7 @@ def make(name: str) -> Path:
         [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
     )
     bare, beside = BARE.get(name, ()), BESIDE.get(name, {})
-    others = [requirement for requirements in beside.values() for requirement in requirements]
-    env = cache_dir() / key(name, (*LANES[name], *bare, *others), version)
+    env = cache_dir() / key(name, requirements_of(name), version)
     uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
     # uv does not read pip's variable.
@@ -486,9 +491,8 @@ def main() -> int:
         extra, argv = argv[argv.index("--") + 1 :], argv[: argv.index("--")]
     args = parser.parse_args(argv)
     if args.verb == "list":
-        for name, requirements in LANES.items():
-            beside = [each for others in BESIDE.get(name, {}).values() for each in others]
-            print(f"{name:12s} {' '.join((*requirements, *BARE.get(name, ()), *beside))}")
+        for name in LANES:
+            print(f"{name:12s} {' '.join(requirements_of(name))}")
         return 0
     if args.verb == "make":
         for name in args.lane:

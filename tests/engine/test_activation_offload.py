@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from pathlib import Path
@@ -115,6 +116,31 @@ def test_a_storage_is_copied_once_and_no_part_of_the_model() -> None:
         module(torch.ones(2, 8, requires_grad=True))
         # The layers' input, and their sum, by which the scale is differentiated.
         assert [stored.host.nbytes for stored in saved.stored.values()] == [64, 64]
+
+
+class Mapped(nn.Linear):
+    """As masks of transformers are made, by `torch.vmap`; or by another transform."""
+
+    transform: Any = staticmethod(torch.vmap)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.transform(lambda row: (row * 2).sum())(x.detach()) * x)
+
+
+def test_a_transform_that_torch_refuses_names_the_setting() -> None:
+    """torch 2.4 refuses all of them, later releases `torch.func.grad` alone."""
+    module, x = Mapped(3, 3), torch.ones(3, 3)
+    says = r"enable_activation_offload=True does not go with .* torch >= 2\.5 .*=False would do \(torch.func"
+    is_refused = torch.__version__.startswith("2.4.")
+    refusal: Any = pytest.raises(RuntimeError, match=says) if is_refused else contextlib.nullcontext()
+    with refusal, offload.saved_on_host(module, "cpu", least=1):
+        module(x)
+    module.transform = torch.func.grad
+    with pytest.raises(RuntimeError, match=says), offload.saved_on_host(module, "cpu", least=1):
+        module(x)
+    # Other errors stay as they are.
+    with pytest.raises(RuntimeError, match=r"^its own$"), offload.saved_on_host(module, "cpu"):
+        raise RuntimeError("its own")
 
 
 class Strided(torch.autograd.Function):

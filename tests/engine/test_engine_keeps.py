@@ -137,6 +137,21 @@ def test_what_has_no_effect_is_said_once_by_the_first_rank(pools, tmp_path: Path
     ]
 
 
+def without_backward(api: Any, folder: Path) -> list[str]:
+    with heard("engine") as said:
+        small.made(folder, model_config={"enable_activation_offload": True}, forward_only=True)
+    return list(said)
+
+
+def test_activations_on_the_host_without_a_backward_pass_are_said_to_have_no_effect(
+    pools, tmp_path: Path
+) -> None:
+    small.write(tmp_path / "m")
+    why = "forward_only=True has no backward pass"
+    says = f"enable_activation_offload=True has no effect here: {why}"
+    assert pools.run(without_backward, tmp_path / "m", world=2) == [[says], []]
+
+
 def in_buckets(api: Any, nbytes: int, first: int = 3) -> Any:
     """The names of each gather; whether the values are right. The first of the tensors may be larger."""
     mesh = engine.arrange("cpu").mesh

@@ -129,6 +129,7 @@ def offloading(api: Any, folder: Path, model: dict[str, Any]) -> Any:
         adapters, _ = built.get_per_tensor_param(base_sync_done=True, dtype=None)
         values = {name: value.tolist() for name, value in adapters}
         found.append((trained["losses"], trained["norms"], values))
+        assert (getattr(built, "copied", 0) > 0) == (kind is small.Offloading)
     return found
 
 

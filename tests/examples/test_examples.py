@@ -21,7 +21,8 @@ STARTED = "fsdp2_full_state"
 #: What rank 0 says at the end.
 SAYS = {
     # FSDP2 trains on the CPU from torch 2.7 on.
-    "engine_sft": r"not here: FSDP2 of torch 2\.[456]|AdamW +4 shards(?s:.*)text from the export, the same",
+    "engine_sft": r"not here: FSDP2 of torch 2\.[456]|AdamW +4 shards(?s:.*)"
+    r"each row's loss packed within \S+ of padded(?s:.*)text from the export, the same",
     "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
     "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
     "lora_from_meta": "4 base weights loaded, 8 adapters saved",

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_opening import WAYS, concatenate, merge, transpose
 from test_state_dicts import Replicate, Shard, distribute_tensor
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import hf
@@ -118,17 +119,57 @@ def made(seed: int = 0) -> Any:
     return model
 
 
-PLACED = {"experts": (Shard(0),), "columns": (Shard(1),), "rows": (Shard(2),), "replicas": (Replicate(),)}
+class Adapted(nn.Module):
+    """A linear layer with an adapter of LORA, under peft's names."""
+
+    def __init__(self, layer: nn.Linear, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base_layer = layer
+        for name, wide, high in (("lora_A", layer.in_features, 2), ("lora_B", 2, layer.out_features)):
+            part = nn.Linear(wide, high, bias=False)
+            part.weight.data = torch.randn(high, wide, generator=generator)
+            self.add_module(name, nn.ModuleDict({"default": part}))
 
 
-def saved(api: Any, folder: Path, placed: str) -> tuple[tuple[str, ...], int, int]:
+LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"]}
+MERGED = "model.layers.{}.self_attn.q_proj.weight"
+
+
+def adapted() -> tuple[Any, dict[str, torch.Tensor]]:
+    """(`made()` with an adapter on two layers, which are no experts; the weights of both with it)."""
+    model, draw, merged = made(), torch.Generator().manual_seed(5), {}
+    for number, layer in enumerate(model.model.layers):
+        both = layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, draw)
+        a, b = (both.get_submodule(f"{name}.default").weight.data for name in ("lora_A", "lora_B"))
+        merged[MERGED.format(number)] = both.base_layer.weight.data + b @ a * 4
+    return model, merged
+
+
+def check_merged(folder: hf.Folder, merged: dict[str, torch.Tensor]) -> None:
+    assert set(folder.tensors) == set(StandIn.revert_weight_conversion(None, made().state_dict()))
+    for key, value in merged.items():
+        found = folder.part(key, Box((0, 0), tuple(value.shape)))
+        torch.testing.assert_close(found, value, msg=key)
+
+
+#: The placements of the layers, in turn.
+PLACED = {
+    "experts": [Shard(0)],
+    "columns": [Shard(1)],
+    "rows": [Shard(2)],
+    "replicas": [Replicate()],
+    "unlike": [Shard(0), Shard(2)],
+}
+
+
+def saved(api: Any, folder: Path, placed: str, adapter: Any = None) -> tuple[tuple[str, ...], int, int]:
     """(keys, bytes that this rank wrote, bytes of its largest copy), of a model whose experts are sharded."""
-    model = made()
+    model = made() if adapter is None else adapted()[0]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = dict(model.state_dict())
     for layer in range(2):
         key = PACKED.format(layer)
-        state[key] = distribute_tensor(state[key], mesh, PLACED[placed])
+        state[key] = distribute_tensor(state[key], mesh, [PLACED[placed][layer % len(PLACED[placed])]])
     wrote, largest, write, view = 0, 0, os.pwrite, apart.SharedParts.view
 
     def counted(file: int, data: Any, offset: int) -> int:
@@ -156,7 +197,8 @@ def saved(api: Any, folder: Path, placed: str) -> tuple[tuple[str, ...], int, in
             (apart.SharedParts, "view", watched),
         ):
             patches.enter_context(mock.patch.object(place, name, value))
-        return api.save_state_dict(state, folder, like=model.config).keys, wrote, largest
+        keys = api.save_state_dict(state, folder, like=model.config, adapter=adapter).keys
+    return keys, wrote, largest
 
 
 def check_experts(folder: hf.Folder, model: Any, dtype: torch.dtype) -> None:
@@ -205,6 +247,29 @@ def test_a_checkpoint_is_exported_with_each_expert(
     hf.load_state_dict(opened.state_dict(), hf.opened(folder, opened))
     for key, value in model.state_dict().items():
         assert torch.equal(opened.state_dict()[key], value.to(dtype)), key
+
+
+def test_an_adapter_is_merged_beside_experts_that_are_taken_apart(ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="4.55")
+    ranks(saved, tmp_path / "m", "columns", LORA, world=2)
+    _, merged = adapted()
+    folder = hf.Folder(tmp_path / "m")
+    check_merged(folder, merged)
+    check_experts(folder, made(), torch.float32)
+
+
+def test_a_checkpoint_with_an_adapter_is_exported_with_each_expert(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("transformers", minversion="4.55")
+    monkeypatch.setattr(classes, "_core_of_5", lambda: StandIn)
+    monkeypatch.setattr(classes, "_by_5", StandIn.by_5)
+    model, merged = adapted()
+    step = tmp_path / "step"
+    step.mkdir()
+    save_training_state(step, model)
+    export_checkpoint(step, tmp_path / "m", like=model.config, adapter_config=LORA)
+    folder = hf.Folder(tmp_path / "m")
+    check_merged(folder, merged)
+    check_experts(folder, made(), torch.float32)
 
 
 def test_a_packed_tensor_beside_names_of_files_stays_and_is_said(

@@ -472,3 +472,39 @@ def test_a_conversion_of_save_pretrained_that_is_not_offered_is_said(
         f"save_pretrained writes {key}, model.layers.1.mlp.up_proj.weight of a Qwen2ForCausalLM"
     )
     assert key in hf.Folder(tmp_path / "m").tensors
+
+
+@pytest.mark.parametrize("how", ["raises", "writes more", "reads parts"])
+def test_an_export_whose_names_transformers_cannot_tell_is_said(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Once, with the reason; all tensors keep their names."""
+    transformers()
+    once.forget()
+    model = families.made("a language model")
+    key, more = "model.norm.weight", "model.more.weight"
+    why = {
+        "raises": "KeyError: 'no such operation'",
+        "writes more": "from_pretrained reads other tensors than those",
+        "reads parts": f"{key} is not made of whole tensors of the files",
+    }[how]
+
+    def revert(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if how == "raises":
+            raise KeyError("no such operation")
+        return {**state, more: state[key]}
+
+    def by_5(model: Any, files: Any, held: Any, core: Any) -> Any:
+        renamed, routes = classes._by_4(model, files, held)
+        if how == "reads parts" and more in files:
+            routes[key] = routes[key]._replace(steps=(object(),), shapes=(held[key],))
+        return renamed, routes
+
+    monkeypatch.setattr(classes, "_core_of_5", lambda: SimpleNamespace(revert_weight_conversion=revert))
+    monkeypatch.setattr(classes, "_by_5", by_5)
+    for name in "mn":
+        hf.save_state_dict(model.state_dict(), tmp_path / name, like=model.config)
+        assert key in hf.Folder(tmp_path / name).tensors
+    start = "the tensors that save_pretrained writes of a Qwen2ForCausalLM are not known"
+    (said,) = [record.message for record in caplog.records if "save_pretrained" in record.message]
+    assert said.startswith(f"{start} ({why}): ")

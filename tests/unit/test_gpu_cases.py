@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,14 @@ def cases_of(module: str) -> set[str]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("gpu", TOOLS / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu", module)
-    spec.loader.exec_module(module)
-    return module
+def gpu() -> dict[str, Any]:
+    return runpy.run_path(str(TOOLS / "gpu.py"))
 
 
-def test_every_case_of_a_room_is_named_and_every_named_one_is_there(gpu: Any) -> None:
-    assert set(gpu.ROOMS) == cases_of("gpu_rooms")
-    assert len(set(gpu.ROOMS)) == len(gpu.ROOMS)
+def test_every_case_of_a_room_is_named_and_every_named_one_is_there(gpu: dict[str, Any]) -> None:
+    assert set(gpu["ROOMS"]) == cases_of("gpu_rooms")
+    assert len(set(gpu["ROOMS"])) == len(gpu["ROOMS"])
 
 
-def test_every_other_case_is_named_and_every_named_one_is_there(gpu: Any) -> None:
-    assert {*gpu.COMPARED, *gpu.OPTIMIZER, *gpu.OURS, *gpu.PROBES} == cases_of("gpu_ranks")
+def test_every_other_case_is_named_and_every_named_one_is_there(gpu: dict[str, Any]) -> None:
+    assert {*gpu["COMPARED"], *gpu["OPTIMIZER"], *gpu["OURS"], *gpu["PROBES"]} == cases_of("gpu_ranks")

@@ -40,6 +40,7 @@ from torch_dcp_backport.transfer._src.errors import (
     Failure as Failure,
     Findings as Findings,
     NOTHING as NOTHING,
+    SHOWN as SHOWN,
     UNCHANGED as UNCHANGED,
     as_transfer_error as as_transfer_error,
     spell as spell,

@@ -98,6 +98,14 @@ class FSDPEngine(BaseEngine):
         self.device = device or default_device()
         self.is_param_offload_enabled = self.engine_config.param_offload
         self.is_optimizer_offload_enabled = self.engine_config.optimizer_offload
+        #: Why `enable_activation_offload` has no effect; "" where it has.
+        self.no_activation_offload = (
+            "forward_only=True has no backward pass"
+            if self.engine_config.forward_only
+            else "the device is the CPU"
+            if self.device == "cpu"
+            else ""
+        )
         #: Steps that were not taken, since a gradient was not finite.
         self.skipped_steps = 0
         self.module: Any = None
@@ -194,11 +202,8 @@ class FSDPEngine(BaseEngine):
             for part in parts:
                 for text in part.no_effect:
                     say(text)
-            if asked.enable_activation_offload and (own.forward_only or self.device == "cpu"):
-                why = (
-                    "forward_only=True has no backward pass" if own.forward_only else "the device is the CPU"
-                )
-                say(f"enable_activation_offload=True has no effect here: {why}")
+            if asked.enable_activation_offload and self.no_activation_offload:
+                say(f"enable_activation_offload=True has no effect here: {self.no_activation_offload}")
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks, lora.apart(model) if asked.has_adapters else ())
         kind = "cpu" if own.offload_policy else self.device
@@ -347,7 +352,7 @@ class FSDPEngine(BaseEngine):
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for the model's forward pass, which says where autograd saves tensors."""
-        if self.model_config.enable_activation_offload and self.device != "cpu":
+        if self.model_config.enable_activation_offload and not self.no_activation_offload:
             return offload.saved_on_host(self.module, self.device)
         return contextlib.nullcontext()
 

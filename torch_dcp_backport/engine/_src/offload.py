@@ -19,6 +19,8 @@ from torch_dcp_backport import compat
 
 #: Bytes: what is smaller stays on the device, where two copies would cost more time than it takes memory.
 LEAST = 2**16
+#: In torch's error where a transform of torch.func is used while there are hooks.
+NO_TRANSFORMS = "don't yet support saved tensor hooks"
 #: A storage's weak reference, which keeps its address from being another's; equal for the same storage.
 weak: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 #: Returns the saved tensor.
@@ -149,11 +151,22 @@ def saved_on_host(model: nn.Module, kind: str, least: int = LEAST) -> Iterator[P
         model: the model, whose parameters and buffers stay where they are.
         kind: the type of the device that tensors are saved from.
         least: the bytes of the smallest storage that goes to the host.
+
+    Raises:
+        RuntimeError: the model uses a transform of torch.func that torch does not run in such a context.
     """
     saved = Pass(model, kind, least)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.save, lambda read: read()):
             yield saved
+    except RuntimeError as error:
+        if NO_TRANSFORMS not in str(error):
+            raise
+        raise RuntimeError(
+            "enable_activation_offload=True does not go with the model's transform of torch.func: "
+            "torch.vmap needs torch >= 2.5 beside it, and torch.func.grad is an error in every release; "
+            f"enable_activation_offload=False would do ({error})"
+        ) from error
     finally:
         # From here on the graph alone keeps them.
         saved.stored.clear()

@@ -6,8 +6,7 @@ Finds the names and parts that `save_pretrained` would write, and views of them.
 from __future__ import annotations
 
 import bisect
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,9 +15,7 @@ import torch
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.blocks import Part, Share
 from torch_dcp_backport.hf._src.opening import Cat, FileTensor, Made, Stack, Turned, made_of
-from torch_dcp_backport.transfer import Box, TensorInfo, intersection, part_of, spread_of, whole
-
-logger = logging.getLogger("torch_dcp_backport.hf")
+from torch_dcp_backport.transfer import Box, Boxes, TensorInfo, intersection, part_of, spread_of, whole
 
 
 class Cutout(NamedTuple):
@@ -79,11 +76,13 @@ class Written(NamedTuple):
         renamed: the model's tensor -> its name in the files.
         apart: the model's tensor -> the tensors of the files that are its parts, in their order.
         left: tensors that keep their names, although `save_pretrained` writes others.
+        unknown: why all tensors keep their names where `left` does not tell it; "" where nothing is unknown.
     """
 
     renamed: Mapping[str, str]
     apart: Mapping[str, Mapping[str, Cutout]]
     left: Sequence[str] = ()
+    unknown: str = ""
 
 
 AS_IT_IS = Written({}, {})
@@ -99,7 +98,10 @@ def written(model: Any, tensors: Mapping[str, TensorInfo], found: classes.Readin
         found: the result of a look at how they are read.
     """
     plain = {name: route.key for name, route in found.routes.items() if not route.steps}
-    saved = classes.saved(model, {name: tensors[key] for name, key in plain.items()})
+    try:
+        saved = classes.saved(model, {name: tensors[key] for name, key in plain.items()})
+    except classes.CannotTell as error:
+        return AS_IT_IS._replace(unknown=str(error))
     left = [key for name, key in plain.items() if name not in saved and key not in saved]
     as_it_is = AS_IT_IS._replace(left=left)
     if plain != {name: name for name in found.routes}:
@@ -120,13 +122,11 @@ def written(model: Any, tensors: Mapping[str, TensorInfo], found: classes.Readin
         elif parts:
             apart[name] = parts
         else:
-            logger.debug("%s is not made of whole tensors of the files", name)
-            return as_it_is
+            return as_it_is._replace(unknown=f"{name} is not made of whole tensors of the files")
     used = [*renamed.values(), *(key for parts in apart.values() for key in parts)]
     # All of them, each once, and nothing else: then the files are read as the same tensors.
     if {*renamed, *apart} != set(own) or sorted(used) != sorted(saved) or others.keys() & saved.keys():
-        logger.debug("save_pretrained of a %s writes other tensors than it reads", type(model).__name__)
-        return as_it_is
+        return as_it_is._replace(unknown="from_pretrained reads other tensors than those")
     return Written({name: key for name, key in renamed.items() if name != key}, apart)
 
 
@@ -194,21 +194,25 @@ def taken_apart(share: Share, tensors: Mapping[str, TensorInfo], cuts: Mapping[s
     by_key: dict[str, list[tuple[str, Cutout]]] = {}
     for name, cut in cuts.items():
         by_key.setdefault(cut.key, []).append((name, cut))
-    blocks: dict[str, dict[int, list[Box]]] = {name: {} for name in cuts}
+    spreads = {name: share.spreads[name] for name in tensors if name not in cuts}
     parts: dict[str, list[Part]] = {}
+    # Layers are alike: the blocks of each are those of the first.
+    seen: dict[Hashable, list[Boxes]] = {}
     for key, inside in by_key.items():
         row = Row(inside)
-        for rank, boxes in share.spreads[key].by_rank:
-            for box in boxes:
-                for name, cut, common in row.within(box):
-                    blocks[name].setdefault(rank, []).append(cut.inner(common))
+        places = share.spreads[key].by_rank, tuple((cut.box, cut.dims) for _, cut in inside)
+        if places not in seen:
+            blocks: dict[str, dict[int, list[Box]]] = {name: {} for name, _ in inside}
+            for rank, boxes in share.spreads[key].by_rank:
+                for box in boxes:
+                    for name, cut, common in row.within(box):
+                        blocks[name].setdefault(rank, []).append(cut.inner(common))
+            seen[places] = [spread_of(cut.shape, blocks[name]) for name, cut in inside]
+        spreads.update(zip((name for name, _ in inside), seen[places]))
         for box, into in share.parts.get(key, ()):
             for name, cut, common in row.within(box):
                 part = Part(cut.inner(common), cut.taken(part_of(into, box, common)))
                 parts.setdefault(name, []).append(part)
-    spreads = {name: share.spreads[name] for name in tensors if name not in cuts}
-    for name, cut in cuts.items():
-        spreads[name] = spread_of(cut.shape, blocks[name])
     parts.update((name, list(share.parts[name])) for name in tensors if name in share.parts)
     relayed = {name: cuts[name].key if name in cuts else name for name in tensors}
     dtypes = {name: share.relayed[key] for name, key in relayed.items() if key in share.relayed}

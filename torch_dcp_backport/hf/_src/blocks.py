@@ -100,7 +100,7 @@ class Share:
             key: the HF key of a tensor that this rank has parts of.
             box: a box in the tensor's own coordinates, in elements.
         """
-        part = next(part for part, common in self.near(key).common(box) if common == box)
+        part = next(part for part, common in self.near[key].common(box) if common == box)
         return part_of(part.into, part.box, box)
 
     def views(self, key: str, box: Box) -> list[Part]:
@@ -114,22 +114,12 @@ class Share:
             the parts of the box, each once: its box, and a view of the memory.
         """
         # By `view`: a share may compute what it gives, as that of merged adapters does.
-        return [Part(common, self.view(key, common)) for _, common in self.near(key).common(box)]
-
-    def near(self, key: str) -> Near:
-        """Return this rank's parts of a tensor, to look among; made once.
-
-        Args:
-            key: the HF key of a tensor that this rank has parts of.
-        """
-        near = self._near.get(key)
-        if near is None:
-            near = self._near[key] = Near(self.parts[key])
-        return near
+        return [Part(common, self.view(key, common)) for _, common in self.near[key].common(box)]
 
     @functools.cached_property
-    def _near(self) -> dict[str, Near]:
-        return {}
+    def near(self) -> dict[str, Near]:
+        """HF key -> this rank's parts of the tensor, to look among."""
+        return {key: Near(parts) for key, parts in self.parts.items()}
 
     def copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (key, to, from) for each block that is here again: its memory, and that of the first."""

@@ -147,7 +147,13 @@ def examine(
             return ClassFacts(changed, [Problem(what, others, expected=some(list(renamed.values())))])
     if is_named:
         return ClassFacts(found.config, [], frozenset(kept), tied, renamed)
-    in_files, apart, left = written(found.model, shown, reading)
+    in_files, apart, left, unknown = written(found.model, shown, reading)
+    if unknown and not left:
+        warn_once(
+            logger,
+            f"the tensors that save_pretrained writes of a {found.name} are not known ({unknown}): all keep "
+            "their names, an older transformers may not find them, and draw them at random",
+        )
     if left:
         warn_once(
             logger,

@@ -89,6 +89,10 @@ class CannotBuild(Exception):
     """A class that is not transformers', or that has no model without memory."""
 
 
+class CannotTell(Exception):
+    """transformers failed to tell the tensors that `save_pretrained` writes."""
+
+
 def names_for(config: Mapping[str, Any], is_every: bool = False) -> list[str]:
     """Return the names of transformers' classes for a configuration.
 
@@ -307,6 +311,9 @@ def saved(model: Any, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo
 
     It gives them the names of the files that the model's class is for, and takes experts apart that the
     model holds in a single tensor.
+
+    Raises:
+        CannotTell: transformers fails to say it.
     """
     state = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in tensors.items()}
     core = _core_of_5()
@@ -314,8 +321,7 @@ def saved(model: Any, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo
         made = core.revert_weight_conversion(model, state) if core else _saved_by_4(model, state)
         return {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in made.items()}
     except Exception as error:
-        logger.debug("what save_pretrained writes of a %s is not known: %s", type(model).__name__, error)
-        return dict(tensors)
+        raise CannotTell(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 # --- transformers 4 ---

@@ -42,6 +42,7 @@ from torch_dcp_backport.hf._src.moving import bring_window
 from torch_dcp_backport.hf._src.sight import look
 from torch_dcp_backport.hf._src.source import Source, source_of
 from torch_dcp_backport.transfer import (
+    SHOWN,
     Agreement,
     Call,
     Group,
@@ -60,8 +61,6 @@ from torch_dcp_backport.transfer import (
 SAVE = "cannot save as Hugging Face weights"
 SAVE_ADAPTER = "cannot save the adapter"
 LOAD = "cannot load Hugging Face weights"
-#: Tensors that the files do not have, of which similar names are looked for: as many as an error shows.
-HINTS = 20
 #: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
 #: Key of the number of rows of a model's embedding.
@@ -355,14 +354,16 @@ def load_state_dict(
         agreement = agree_on_state(call, held, {})
         filled: dict[str, str] = {}
         spare = [name for name in sight.tensors if name not in held]
-        hints = 0
+        absent = 0
         for keys in names_of(held, tied):
             present = [key for key in keys if key in sight.tensors]
             for key in present:
                 call.problems += misfits(key, held[key].info, sight.tensors[key])
             if not present:
-                # A model may lack as many names as the files have others: the first tell what to do.
-                hint, hints = near(keys[0], spare) if hints < HINTS else "", hints + 1
+                # A model may lack as many names as the files have others: only those that an error shows get
+                # a hint.
+                hint = near(keys[0], spare) if absent < SHOWN else ""
+                absent += 1
                 call.problems.append(Problem("not in the files", keys[0], hint))
             elif sight.source is not None and call.is_first:
                 for key in present[1:]:
