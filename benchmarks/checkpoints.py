@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -192,6 +194,7 @@ def line_of(row: Row) -> str:
 
 
 def draw(rows: list[Row], title: str, path: str) -> None:
+    """Draw the median of all runs, with lines from the least to the most."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,13 +209,24 @@ def draw(rows: list[Row], title: str, path: str) -> None:
     for axis, (label, shown) in zip(axes, panels.items()):
         names = list(dict.fromkeys(row.name for row in shown))
         for place, way in enumerate(WAYS):
-            values = [
-                {"b": row.ratio, "p": row.peak, "s": row.seconds}[label[0]] for row in shown if row.way == way
+            runs = [
+                [
+                    {"b": row.ratio, "p": row.peak, "s": row.seconds}[label[0]]
+                    for row in shown
+                    if (row.name, row.way) == (name, way)
+                ]
+                for name in names
             ]
+            values = list(map(statistics.median, runs))
             axis.barh(
                 [n + 0.4 * place for n in range(len(names))],
                 values,
                 height=0.38,
+                xerr=[
+                    [value - min(run) for value, run in zip(values, runs)],
+                    [max(run) - value for value, run in zip(values, runs)],
+                ],
+                error_kw={"elinewidth": 1, "capsize": 2},
                 label=way,
                 color=COLORS[way],
             )
@@ -234,6 +248,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--whole", action="store_true", help="all 24 layers and 151,936 words: 5.9 GB, twice")
+    parser.add_argument("--runs", type=int, default=1, help="how often each way runs, by turns (default 1)")
     parser.add_argument("--plot", help="where to write a picture")
     parser.add_argument("--json", help="where to write the figures")
     options = parser.parse_args()
@@ -242,17 +257,19 @@ def main() -> None:
     print(f"{'':24s} {'':20s} {'read/own':>8s} {'peak, MiB':>10s} {'seconds':>9s}  values")
     rows = []
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
-        for way in WAYS:
+        for way in [*WAYS] * options.runs:
             place = Path(folder) / str(len(rows))
             place.mkdir()
             rows += measure(way, str(place), shape)
+            shutil.rmtree(place)
     if options.json:
         Path(options.json).write_text(json.dumps([row._asdict() for row in rows], indent=1))
     if options.plot:
         draw(
             rows,
             f"{shape['layers']} decoder layers of Qwen2-0.5B's shape and their AdamW, saved by 4 ranks and "
-            f"loaded by others\ntorch {torch.__version__}, gloo, {os.cpu_count()} cores; of the worst rank",
+            f"loaded by others\ntorch {torch.__version__}, gloo, {os.cpu_count()} cores; of the worst rank; "
+            f"median of {options.runs} run{'s' * (options.runs > 1)}, with lines from the least to the most",
             options.plot,
         )
         print(f"\n{options.plot} shows it")

@@ -62,9 +62,13 @@ class Compared:
     def wrong(self, way: str) -> int:
         return max((sum(rank["wrong"] for rank in ranks) for ranks in self.good(way)), default=0)
 
+    def slowest(self, way: str) -> list[float]:
+        """Of each measurement the slowest rank's seconds."""
+        return [max(rank["seconds"] for rank in ranks) for ranks in self.good(way)]
+
     def seconds(self, way: str) -> float | None:
         """Median over the measurements of the slowest rank's seconds."""
-        slowest = [max(rank["seconds"] for rank in ranks) for ranks in self.good(way)]
+        slowest = self.slowest(way)
         return statistics.median(slowest) if slowest else None
 
     def ratio(self, way: str, other: str) -> float | None:
@@ -153,7 +157,7 @@ def _head(measured: Measured) -> str:
         "",
         f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}",
         f"- Python {machine['python']}; gloo over the loopback device, one thread per rank",
-        *(f"- {way}: torch {', '.join(_torchs(measured, way))}; {WAYS[way].text}" for way in measured.ways),
+        *(f"- {way}: torch {', '.join(torchs_of(measured, way))}; {WAYS[way].text}" for way in measured.ways),
         f"- staging budget of the backport: {measured.about['staging_mib']:g} MiB",
         *(
             f"- {run['date']}, commit {run['commit']}, {run['repeats']} repeats, load average before "
@@ -165,7 +169,7 @@ def _head(measured: Measured) -> str:
     return "\n".join(lines)
 
 
-def _torchs(measured: Measured, way: str) -> list[str]:
+def torchs_of(measured: Measured, way: str) -> list[str]:
     found = {m["torch"] for one in measured.compared for m in one.ways.get(way, ())}
     return sorted(found - {""}) or ["unknown"]
 

@@ -220,6 +220,8 @@ def main() -> None:
             try:
                 made = make_engine(folder, optimizer, size, is_packed)
             except RuntimeError as error:  # gloo before torch 2.13 has no average
+                if torch.cuda.is_available():
+                    raise
                 refused[name] = str(error).partition("\n")[0]
                 continue
             losses = train(made, range(half))
@@ -229,6 +231,8 @@ def main() -> None:
             try:
                 made = make_engine(folder, optimizer, -1 if size > 0 else 2, is_packed)
             except RuntimeError:
+                if torch.cuda.is_available():
+                    raise
                 made = make_engine(folder, optimizer, size, is_packed)
             made.load_checkpoint(step)
             losses += train(made, range(half, args.steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,6 +15,40 @@ from pathlib import Path
 from warm import Interpreters
 
 SECONDS = 200
+#: What rank 0 of an example says at the end.
+SAYS = {
+    # FSDP2 trains on the CPU from torch 2.7 on.
+    "engine_sft": r"not here: FSDP2 of torch 2\.[456]|AdamW +4 shards(?s:.*)"
+    r"each row's loss packed within \S+ of padded(?s:.*)text from the export, the same",
+    "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
+    "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
+    "lora_from_meta": "4 base weights loaded, 8 adapters saved",
+    "sharded_checkpoint": r"32 tensors saved by 4 ranks and loaded by 2\nsave: .*\nload: ",
+    "train_resume": r"step 1 loss (?s:.*)step 40 loss ",
+    "tp_fsdp2_full_state": r"16 tensors; model\[0\].up.weight is placed as \(_StridedShard",
+}
+
+
+def command_of(example: Path) -> tuple[int, list[str]]:
+    """How many ranks an example's first lines start, and with which arguments."""
+    (command,) = re.findall(r"^    torchrun (.*)$", example.read_text(), re.MULTILINE)
+    option, world, path, *arguments = shlex.split(command)
+    assert (option, path) == ("--nproc-per-node", f"examples/{example.name}")
+    return int(world), arguments
+
+
+def check_tour(output: str) -> None:
+    """What examples/tour.py prints, on four ranks."""
+    lines = output.splitlines()
+    (stock,) = (line for line in lines if line.startswith("load, stock torch: "))
+    (fixed,) = (line for line in lines if line.startswith("load, with the fix: "))
+    times = [float(re.findall(r"([\d.]+) times", line)[0]) for line in (stock, fixed)]
+    assert "(disabled)" in stock
+    assert times[1] == 1.0
+    # Torch before 2.7 keeps whole tensors alive on every rank.
+    assert times[0] > 3 if "(applied)" in fixed else times[0] >= 1.0
+    assert any(re.match(r"resume on 2 ranks: from step [34], .* to step 8", line) for line in lines)
+    assert any(re.match("open: Qwen2ForCausalLM, at most .* never killed", line) for line in lines)
 
 
 def blocks(page: Path, language: str) -> list[str]:

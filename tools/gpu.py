@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,13 +35,14 @@ TOOLS = ROOT / "tools"
 MIB = 2**20
 STEPS = ("env", "copies", "cpu", "shipped", "self", "nccl", "fault")
 #: Only if named: minutes.
-MORE_STEPS = ("sanitizer",)
+MORE_STEPS = ("examples", "sanitizer")
 TAIL = 16
 NO_DEVICE = "no CUDA device"
 #: Ranks as they start: the import of torch, and the context on the GPU.
 START_SECONDS = 60.0
 CASE_SECONDS = 40.0
 GRACE_SECONDS = 4.0
+EXAMPLE_SECONDS = 90.0
 
 #: (name, who, size): who is "ours" or "stock".
 Case = tuple[str, str, str]
@@ -190,6 +192,8 @@ def chosen_steps(run: Run) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "fault", lambda: fault(run, "absent")
     for world in worlds[1:]:
         yield f"nccl-{world}", functools.partial(run_ranks, run, world)
+    if run.args.only and "examples" in run.args.only:
+        yield "examples", lambda: examples(run)
     if on_gpu and run.args.only and "sanitizer" in run.args.only:
         yield "sanitizer", lambda: sanitizer(run)
 
@@ -250,26 +254,49 @@ def ended(code: Optional[int]) -> str:
 
 
 def finished(
-    run: Run, step: str, command: Sequence[str], seconds: float, env: dict[str, str]
+    run: Run, step: str, command: Sequence[str], seconds: float, *environments: dict[str, str]
 ) -> tuple[str, str]:
-    """Run one command; return its output and how it went wrong, if it did."""
+    """Run a command in each environment, at the same time; return the outputs and what went wrong."""
     limit = min(seconds, run.left)
     if limit < 5:
         return "", "not run: no time left"
-    path = run.folder / f"{step}.log"
-    with open(path, "wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        problem = ""
-        try:
-            code = process.wait(limit)
-            problem = ended(code) if code else ""
-        except subprocess.TimeoutExpired:
-            problem = f"killed after {limit:.0f} s"
-        finally:
+    paths = [run.folder / f"{step}-{number}.log" for number in range(len(environments))]
+    processes = []
+    try:
+        for path, env in zip(paths, environments):
+            with open(path, "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=env,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        problem = problem_of(processes, limit)
+    finally:
+        for process in processes:
             kill(process)
-    return path.read_text(errors="replace"), problem
+    return "".join(path.read_text(errors="replace") for path in paths), problem
+
+
+def problem_of(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str:
+    """Wait for processes; once one has failed, for the others' own errors, but not long."""
+    began = time.monotonic()
+    until = began + limit
+    while time.monotonic() < until:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            break
+        if any(codes):
+            until = min(until, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.02)
+    codes = [process.poll() for process in processes]
+    if any(codes):
+        return ", ".join(sorted({ended(code) for code in codes if code}))
+    return f"killed after {time.monotonic() - began:.0f} s" if None in codes else ""
 
 
 def alone(
@@ -304,6 +331,47 @@ def shipped(run: Run) -> None:
         Row("shipped", "4 ranks over gloo", time.monotonic() - start, ok, f"{text}; {problem}".rstrip("; ")),
         output,
     )
+
+
+def examples(run: Run) -> None:
+    """The programs of examples/ as their first lines say, all ranks on one GPU; the tour, as it is."""
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        start = time.monotonic()
+        (command,) = re.findall(r"^    ((?:torchrun|python) .*)$", path.read_text(), re.MULTILINE)
+        words = command.split()
+        world = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 0
+        arguments = words[words.index(f"examples/{path.name}") + 1 :]
+        port = free_port()
+        ranks = [environment(**rank_of(run, rank, world, port)) for rank in range(max(1, world))]
+        output, problem = finished(
+            run, f"examples-{path.stem}", [sys.executable, str(path), *arguments], EXAMPLE_SECONDS, *ranks
+        )
+        what = f"{path.name}, {world or 'its own'} ranks"
+        run.add(Row("examples", what, time.monotonic() - start, not problem, problem), output)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def rank_of(run: Run, rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun says to a rank, but all have the first GPU; nothing to a program without a world."""
+    on_gpu = run.args.device == "cuda"
+    if not world:
+        return {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0" if on_gpu else str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **(unsupported_nccl(rank) if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+    }
 
 
 # --- ranks ---

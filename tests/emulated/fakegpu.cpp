@@ -329,7 +329,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 struct PythonWork final : c10d::Work {
   PyObject* operation;
-  explicit PythonWork(py::object made) : c10d::Work(-1, c10d::OpType::UNKNOWN), operation(made.release().ptr()) {}
+  Tensors outputs;  // of a future: DistributedDataParallel asks for those of its all-reduces
+  PythonWork(py::object made, Tensors outputs)
+      : c10d::Work(-1, c10d::OpType::UNKNOWN), operation(made.release().ptr()), outputs(std::move(outputs)) {}
   ~PythonWork() override {
     if (!Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
@@ -347,6 +349,15 @@ struct PythonWork final : c10d::Work {
     return ask("is_completed").cast<bool>();
   }
   bool isSuccess() const override { return true; }
+  // It has ended: as everywhere here, to wait is to block the host.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    TORCH_CHECK(!outputs.empty(), "strict: a future of this operation");
+    wait(kNoTimeout);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{outputs[0].device()});
+    future->markCompleted(c10::IValue(outputs));
+    return future;
+  }
 };
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 
@@ -365,7 +376,7 @@ struct Backend final : c10d::Backend {
   template <class... Arguments>
   WorkPointer call(const char* name, Arguments&&... arguments) {
     py::gil_scoped_acquire gil;
-    return c10::make_intrusive<PythonWork>(rules.attr(name)(std::forward<Arguments>(arguments)...));
+    return c10::make_intrusive<PythonWork>(rules.attr(name)(std::forward<Arguments>(arguments)...), Tensors());
   }
 
   void startCoalescing() override {
@@ -380,7 +391,9 @@ struct Backend final : c10d::Backend {
     return call("broadcast", tensors[0], options.rootRank);
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return call("allreduce", tensors[0], number_of(options.reduceOp));
+    py::gil_scoped_acquire gil;
+    auto operation = rules.attr("allreduce")(tensors[0], number_of(options.reduceOp));
+    return c10::make_intrusive<PythonWork>(std::move(operation), tensors);
   }
   WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return call("allreduce_coalesced", tensors, number_of(options.reduceOp));

@@ -15,11 +15,12 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ LIMIT = 120.0
 #: Once a rank has failed, others may wait for it so long.
 GRACE = 5.0
 PARENT_DEATH_SIGNAL = 1
+Case = Union[str, Callable[[int, int], object]]
 
 
 @dataclass
@@ -55,12 +57,14 @@ class Setting:
     backend: str = "strict"
     world: int = 4
     sets_device: bool = True
+    #: Whether ranks are given a process group; a program makes its own.
+    has_group: bool = True
     #: Whether ranks wait for each other at the end, as they can where the group is whole.
     ends_together: bool = True
 
 
-def run(case: str, setting: Setting, limit: float = LIMIT) -> list[Seen]:
-    """What each rank saw of a function of (rank, world), by its full name: ranks import its module."""
+def run(case: Case, setting: Setting, limit: float = LIMIT) -> list[Seen]:
+    """What each rank saw of a function of (rank, world), or of one by its name, which ranks import."""
     compiled()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -113,7 +117,7 @@ def seen_by(folder: Path, rank: int, end: str) -> Seen:
     return seen
 
 
-def be_rank(case: str, rank: int, setting: Setting, folder: Path) -> None:
+def be_rank(case: Case, rank: int, setting: Setting, folder: Path) -> None:
     """Run the case, leave what was seen in a file, and exit: nothing may return into the test's process."""
     seen, code = Seen(), 1
     try:
@@ -122,8 +126,7 @@ def be_rank(case: str, rank: int, setting: Setting, folder: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:
             begin(rank, setting, folder)
-            module, _, name = case.rpartition(".")
-            getattr(importlib.import_module(module), name)(rank, setting.world)
+            function_of(case)(rank, setting.world)
             seen = account_of_case()
             code = bool(seen.violations)
             if setting.ends_together:
@@ -138,6 +141,14 @@ def be_rank(case: str, rank: int, setting: Setting, folder: Path) -> None:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def function_of(case: Case) -> Callable[[int, int], object]:
+    if not isinstance(case, str):
+        return case
+    module, _, name = case.rpartition(".")
+    function: Callable[[int, int], object] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def wait_for_all(world: int) -> None:
@@ -158,6 +169,8 @@ def begin(rank: int, setting: Setting, folder: Path) -> None:
     fakegpu.install(setting.world)
     if setting.sets_device:
         fakegpu.set_device(rank)
+    if not setting.has_group:
+        return
     dist.init_process_group(
         setting.backend,
         init_method=f"file://{folder}/rendezvous",

@@ -321,6 +321,11 @@ def test_a_reader_that_leaves_gets_no_traceback(argv: list[str], tmp_path: Path)
     assert done.returncode in (141, 0)  # argparse keeps this from us where it prints help
 
 
+def test_verify_needs_a_run(fresh: Fresh) -> None:
+    ended = fresh("", *M, "verify", "--size", "tiny", "--runs", "0")
+    assert (ended.code, ended.err) == (2, "verify could not run: --runs 0: give 1 or more\n")
+
+
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_verify_looks_first_whether_it_can_write(fresh: Fresh, tmp_path: Path, option: str) -> None:
     ended = fresh("", *M, "verify", "--size", "tiny", option, "no/such/place")

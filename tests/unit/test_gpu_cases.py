@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,25 @@ def test_every_case_of_a_room_is_named_and_every_named_one_is_there(gpu: dict[st
 
 def test_every_other_case_is_named_and_every_named_one_is_there(gpu: dict[str, Any]) -> None:
     assert {*gpu["COMPARED"], *gpu["OPTIMIZER"], *gpu["OURS"], *gpu["PROBES"]} == cases_of("gpu_ranks")
+
+
+@pytest.mark.parametrize(
+    ("programs", "problem"),
+    [
+        (["pass", "pass"], ""),
+        (["import time; time.sleep(60)", "raise SystemExit(3)"], "exit code 3"),
+        (["import os; os.abort()", "pass"], "signal SIGABRT"),
+        (["import time; time.sleep(60)"], "killed after 2 s"),
+    ],
+)
+def test_programs_end_well_or_the_first_that_does_not_is_told(
+    gpu: dict[str, Any], programs: list[str], problem: str
+) -> None:
+    processes = [subprocess.Popen([sys.executable, "-Sc", program]) for program in programs]
+    try:
+        gpu["problem_of"].__globals__["GRACE_SECONDS"] = 0.2
+        assert gpu["problem_of"](processes, 2.0) == problem
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -92,3 +92,14 @@ def test_a_rank_that_failed_shows_its_error_in_the_table() -> None:
 def test_a_tie_that_was_lost_is_told() -> None:
     assert "became two parameters (rank 1)" in report.table([side(tied=False), side()])
     assert "became two parameters" not in report.table([side(tied=True), side()])
+
+
+def test_every_run_is_in_the_document() -> None:
+    runs = [(side(seconds=number), side(seconds=10 + number)) for number in range(3)]
+    made = report.document(runs, {"size": "full"}, ["a fault"])
+    found = [
+        [sides[name]["cases"]["optimizer"][1]["result"]["seconds"] for name in ("stock", "fixed")]
+        for sides in (made["sides"], *made["again"])
+    ]
+    assert found == [[0, 10], [1, 11], [2, 12]]
+    assert made["failures"] == ["a fault"]

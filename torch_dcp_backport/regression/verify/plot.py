@@ -1,4 +1,4 @@
-"""A picture of memory over time, both sides in a row, with a line per rank.
+"""A picture of memory over time, both sides in a row, with a line per rank and run.
 
 Imported only where a picture is wanted and matplotlib is there; draws every sample and smooths nothing.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 
 from torch_dcp_backport.regression.meter import MIB
-from torch_dcp_backport.regression.verify.report import CASES, Case, Side
+from torch_dcp_backport.regression.verify.report import CASES, Case, Run, Side
 
 matplotlib.use("Agg")
 
@@ -28,7 +28,9 @@ TITLES = {
 }
 
 
-def draw(sides: Sequence[Side], headline: str, path: str) -> None:
+def draw(runs: Sequence[Run], headline: str, path: str) -> None:
+    """Draw the first run in strong lines, the others behind it in thin ones."""
+    sides = runs[0]
     figure, grid = plt.subplots(
         len(CASES),
         len(sides),
@@ -41,6 +43,10 @@ def draw(sides: Sequence[Side], headline: str, path: str) -> None:
         for side, axes in zip(sides, row):
             _panel(axes, case, side)
         row[0].set_ylabel("MiB above the state\njust before the call")
+    for run in runs[1:]:
+        for case, row in zip(CASES, grid):
+            for side, axes in zip(run, row):
+                _lines(axes, case, side, is_first=False)
     for axes in grid[-1]:
         axes.set_xlabel("seconds since the call began")
     handles, labels = _legend(grid)
@@ -54,16 +60,8 @@ def draw(sides: Sequence[Side], headline: str, path: str) -> None:
 def _panel(axes: Any, case: Case, side: Side) -> None:
     axes.set_title(f"{TITLES.get(case.name, case.name)}: {side.label}", fontsize=10)
     axes.grid(alpha=0.25)
+    _lines(axes, case, side)
     finished = [report for report in side.cases[case.name] if report.ending == "finished"]
-    for report in finished:
-        history = report.result["history"]
-        line = {
-            "color": COLORS[report.rank % len(COLORS)],
-            "linestyle": DASHES[report.rank % len(DASHES)],
-            "linewidth": 1.6 if report.rank else 1.2,
-            "label": f"rank {report.rank}",
-        }
-        axes.plot([at for at, _ in history], [held / MIB for _, held in history], **line)
     if not finished:
         error = side.cases[case.name][0]
         axes.text(
@@ -86,6 +84,23 @@ def _panel(axes: Any, case: Case, side: Side) -> None:
         linestyle="--",
         label="budget of the fixed side",
     )
+
+
+def _lines(axes: Any, case: Case, side: Side, is_first: bool = True) -> None:
+    """Draw a line for each rank that finished; those of later runs are thin, and have no label."""
+    for report in side.cases[case.name]:
+        if report.ending != "finished":
+            continue
+        history = report.result["history"]
+        line = {
+            "color": COLORS[report.rank % len(COLORS)],
+            "linestyle": DASHES[report.rank % len(DASHES)],
+            "linewidth": (1.6 if report.rank else 1.2) if is_first else 0.7,
+            "alpha": 1.0 if is_first else 0.5,
+            "zorder": 2 if is_first else 1,
+            **({"label": f"rank {report.rank}"} if is_first else {}),
+        }
+        axes.plot([at for at, _ in history], [held / MIB for _, held in history], **line)
 
 
 def _legend(grid: Any) -> tuple[list[Any], list[str]]:

@@ -55,6 +55,10 @@ class Side:
         return next((evidence for evidence in seen if evidence), {})
 
 
+#: Stock torch, and the fixed side.
+Run = tuple[Side, Side]
+
+
 def failures(side: Side) -> list[str]:
     """Return the faults of the fixed side, one line each."""
     return [
@@ -164,19 +168,24 @@ def _mib(size: float) -> str:
     return f"{size / MIB:.1f}"
 
 
-def document(sides: Mapping[str, Side], about: Mapping[str, Any], faults: Sequence[str]) -> dict[str, Any]:
+def document(runs: Sequence[Run], about: Mapping[str, Any], faults: Sequence[str]) -> dict[str, Any]:
+    """Return what was measured: the first run's sides, and those of the runs after it."""
+    first, *later = map(_sides, runs)
     return {
         **about,
         "budget": {"peak_margin_bytes": PEAK_MARGINS[about["size"]], "kept_factor": KEPT_FACTOR},
         "failures": list(faults),
-        "sides": {
-            name: {
-                "label": side.label,
-                "evidence": dict(side.evidence),
-                "cases": {
-                    case: [asdict(report) for report in reports] for case, reports in side.cases.items()
-                },
-            }
-            for name, side in sides.items()
-        },
+        "sides": first,
+        "again": later,
+    }
+
+
+def _sides(run: Run) -> dict[str, Any]:
+    return {
+        name: {
+            "label": side.label,
+            "evidence": dict(side.evidence),
+            "cases": {case: [asdict(report) for report in reports] for case, reports in side.cases.items()},
+        }
+        for name, side in zip(("stock", "fixed"), run)
     }
