@@ -388,6 +388,11 @@ def _saved_by_4(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.T
 # --- transformers 5 ---
 
 
+def is_5() -> bool:
+    """Return whether transformers is 5 or newer."""
+    return _core_of_5() is not None
+
+
 def _core_of_5() -> Any:
     """Return transformers' functions that rename and convert; None before transformers 5."""
     if importlib.util.find_spec("transformers.conversion_mapping") is None:
