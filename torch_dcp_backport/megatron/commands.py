@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -67,8 +68,14 @@ class Bar:
             print(file=sys.stderr, flush=True)
 
 
-def main(argv: list[str], prog: str) -> int:
-    """Run the command, and return its exit code."""
+def main(
+    argv: list[str], prog: str, refused_root: Callable[[str, Sequence[str], Iterable[Path]], bool]
+) -> int:
+    """Run the command, and return its exit code.
+
+    Args:
+        refused_root: says that a folder is the root of a run, where a step is wanted; returns whether it is.
+    """
     known = ", ".join((*kinds(), *TOWERS))
     epilog = "\n".join((*textwrap.wrap(f"values of model_type: {known}", COLUMNS), CODES))
     parser = argparse.ArgumentParser(
@@ -88,6 +95,8 @@ def main(argv: list[str], prog: str) -> int:
     if wrong:
         print(f"{prog}: {wrong}", file=sys.stderr)
         return 2
+    if not os.path.isfile(args.source / CONFIG) and refused_root(prog, argv, [args.source]):
+        return 1
     dtype = getattr(torch, args.dtype) if args.dtype else None
     size = bytes_of(args.file_size) if args.file_size else Export.file_bytes
     assert size is not None, "the usage is right"
@@ -135,7 +144,7 @@ def wrong_usage(args: argparse.Namespace) -> str:
         )
         if value
     ]
-    if given and (args.source / CONFIG).is_file():
+    if given and os.path.isfile(args.source / CONFIG):
         name, why = given[0]
         return f"{name} is for files alone, and {args.source} becomes a checkpoint: {why}"
     return ""
