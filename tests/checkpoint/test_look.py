@@ -137,9 +137,10 @@ def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path: Path, capsys: Capt
     if name == "loop":
         folder.symlink_to(folder)
     commands = [["checkpoint", name] for name in (*OF_STEPS, "list")]
-    for command in (*commands, ["checkpoint", "prune", "--keep", "1"], ["convert"]):
+    others = [["checkpoint", "prune", "--keep", "1"], ["convert"], ["convert", "--like=model"]]
+    for command in (*commands, *others):
         code = OF_STEPS.get(command[-1], 1)
-        other = second_argument(command[-1], tmp_path)
+        other = second_argument(command[0 if command[0] == "convert" else -1], tmp_path)
         assert main([*command, str(folder), *other]) == code
         (error,) = capsys.readouterr().err.splitlines()
         assert f"{folder} cannot be listed: " in error

@@ -91,12 +91,12 @@ def main(
     parser.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
     parser.add_argument("--dry-run", action="store_true", help="only check, and say what would be written")
     args = parser.parse_args(argv)
+    if not os.path.isfile(args.source / CONFIG) and refused_root(prog, argv, [args.source]):
+        return 1
     wrong = wrong_usage(args)
     if wrong:
         print(f"{prog}: {wrong}", file=sys.stderr)
         return 2
-    if not os.path.isfile(args.source / CONFIG) and refused_root(prog, argv, [args.source]):
-        return 1
     dtype = getattr(torch, args.dtype) if args.dtype else None
     size = bytes_of(args.file_size) if args.file_size else Export.file_bytes
     assert size is not None, "the usage is right"
@@ -144,7 +144,7 @@ def wrong_usage(args: argparse.Namespace) -> str:
         )
         if value
     ]
-    if given and os.path.isfile(args.source / CONFIG):
+    if given and (args.source / CONFIG).is_file():
         name, why = given[0]
         return f"{name} is for files alone, and {args.source} becomes a checkpoint: {why}"
     return ""
