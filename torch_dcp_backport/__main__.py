@@ -222,9 +222,10 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def convert(argv: list[str]) -> int:
+    from torch_dcp_backport.checkpoint.commands import refused_root
     from torch_dcp_backport.megatron.commands import main as convert
 
-    return convert(argv, f"{PROG} convert")
+    return convert(argv, f"{PROG} convert", refused_root)
 
 
 def run(argv: list[str]) -> int:

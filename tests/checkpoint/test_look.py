@@ -78,34 +78,88 @@ def test_a_bar_reaches_its_end_with_a_file_that_is_gone(tmp_path: Path, capsys: 
     assert seen[-1].done == seen[-1].total
 
 
-@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 1), ("diff", 2), ("export", 1)])
-def test_a_root_in_the_place_of_a_step_is_told_the_newest(
-    tmp_path: Path, capsys: Capture, command: str, code: int
-) -> None:
+#: The commands that take a step -> the exit code of an error.
+OF_STEPS = {"inspect": 1, "verify": 1, "diff": 2, "export": 1, "pin": 1, "unpin": 1}
+
+
+def test_a_root_in_the_place_of_a_step_is_told_the_newest(tmp_path: Path, capsys: Capture) -> None:
+    """With the command line that would do."""
     trainer = Trainer(tmp_path)
     trainer.handler.save_checkpoint(1)
     trainer.handler.save_checkpoint(2)
     (tmp_path / "global_step_7").mkdir()
-    capsys.readouterr()
-    assert main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)]) == code
-    error = capsys.readouterr().err
-    assert f"{tmp_path} is the root of 2 step(s)" in error
-    assert f"such as {tmp_path / 'global_step_2'}" in error
+    newest = str(tmp_path / "global_step_2")
+    words = {name: ["checkpoint", name] for name in OF_STEPS}
+    for command, given in {**words, "convert": ["convert"]}.items():
+        other = second_argument(command, tmp_path / "other")
+        capsys.readouterr()
+        assert main([*given, str(tmp_path), *other]) == OF_STEPS.get(command, 1)
+        (error,) = capsys.readouterr().err.splitlines()
+        assert f"{' '.join(given)}: {tmp_path} is the root of 2 step(s)" in error
+        line = " ".join(["python -m torch_dcp_backport", *given, newest, *other])
+        assert error.endswith(f"such as {newest} ({line})")
+    assert not store.is_pinned(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["prune", "--keep", "1"]])
+def test_a_step_in_the_place_of_a_root_is_told_its_root(
+    tmp_path: Path, capsys: Capture, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trainer(tmp_path / "a").handler.save_checkpoint(1)
+    monkeypatch.chdir(tmp_path)
+    step = Path("a/global_step_1")
+    places = {step: "a step", step / "dist_ckpt": "in a step", step.absolute(): "a step"}
+    (tmp_path / "copy").symlink_to(step / "dist_ckpt")
+    for folder, kind in places.items():
+        assert main(["checkpoint", *command, str(folder)]) == 1
+        output, error = capsys.readouterr()
+        root = tmp_path / "a" if folder.is_absolute() else "a"
+        line = " ".join(["python -m torch_dcp_backport checkpoint", *command, str(root)])
+        assert error.endswith(f": {folder} is {kind}, and the root of a run is wanted: {root} ({line})\n")
+        assert not output
+    assert main(["checkpoint", *command, "copy"]) == 1
+    line = "python -m torch_dcp_backport checkpoint inspect copy"
+    assert (
+        f"copy is a checkpoint, and the root of a run is wanted: `checkpoint inspect` shows it ({line})"
+        in (capsys.readouterr().err)
+    )
+    assert step.is_dir()
+
+
+def test_prune_says_that_there_is_no_step(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 1
+    assert capsys.readouterr().err.endswith(f"prune: no steps in {tmp_path}\n")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path: Path, capsys: Capture, name: str) -> None:
+    folder = tmp_path / name
+    if name == "loop":
+        folder.symlink_to(folder)
+    commands = [["checkpoint", name] for name in (*OF_STEPS, "list")]
+    others = [["checkpoint", "prune", "--keep", "1"], ["convert"], ["convert", "--like=model"]]
+    for command in (*commands, *others):
+        code = OF_STEPS.get(command[-1], 1)
+        other = second_argument(command[0 if command[0] == "convert" else -1], tmp_path)
+        assert main([*command, str(folder), *other]) == code
+        (error,) = capsys.readouterr().err.splitlines()
+        assert f"{folder} cannot be listed: " in error
 
 
 def second_argument(command: str, folder: Path) -> list[str]:
     """What a command wants beside the folder: `diff` another one, `export` a target."""
-    return {"diff": [str(folder)], "export": [str(folder / "out")]}.get(command, [])
+    return {name: [str(folder / "out")] for name in ("diff", "export", "convert")}.get(command, [])
 
 
-@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 1), ("diff", 2), ("export", 1)])
+@pytest.mark.parametrize("command", [name for name in OF_STEPS if not name.endswith("pin")])
 def test_a_root_without_a_step_of_ours_is_told_what_the_command_wants(
-    tmp_path: Path, capsys: Capture, command: str, code: int
+    tmp_path: Path, capsys: Capture, command: str
 ) -> None:
     """As that of a manager without a handler: its parts have no manifest."""
     (tmp_path / "global_step_7").mkdir()
     (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
-    assert main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)]) == code
+    code = main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)])
+    assert code == OF_STEPS[command]
     (error,) = capsys.readouterr().err.splitlines()
     wanted = "has no huggingface/config.json" if command == "export" else "holds no distributed checkpoint"
     assert f"{tmp_path} {wanted}" in error
@@ -122,7 +176,8 @@ def test_a_folder_that_cannot_be_listed_ends_in_a_line(
 
     listing = os.scandir
     monkeypatch.setattr(os, "scandir", scandir)
-    assert main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)]) == code
+    code = main(["checkpoint", command, str(tmp_path), *second_argument(command, tmp_path)])
+    assert code == OF_STEPS[command]
     (error,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path) in error
 

@@ -13,6 +13,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from heard import heard
 
 from torch_dcp_backport import hf
 from torch_dcp_backport.hf._src import classes
@@ -404,6 +405,68 @@ def test_the_tensors_are_those_of_save_pretrained(tmp_path: Path, name: str) -> 
             hf.load_state_dict(other.state_dict(), tmp_path / "m")
     hf.load_state_dict(other.state_dict(), hf.opened(tmp_path / "m", other))
     assert families.same(other, model)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_configuration_is_that_of_save_pretrained(tmp_path: Path, name: str) -> None:
+    """With no default that another release takes for a setting, as a LLaVA's tied head."""
+    transformers()
+    model = families.made(name)
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    model.save_pretrained(tmp_path / "own")
+    own, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("own", "m"))
+    # save_pretrained tells the dtype to the configuration as well.
+    of_dtype = {"dtype", "torch_dtype"}
+    assert {key: own[key] for key in own.keys() - of_dtype} == ours
+
+
+OF_5 = "transformers 4 opens it as another model without an error, or not at all"
+FREQUENCIES = {"rope_parameters": {"rope_theta": 777.0}}
+
+
+@pytest.mark.parametrize("config", [FREQUENCIES, {"text_config": FREQUENCIES}])
+def test_an_export_says_once_which_release_opens_its_configuration(tmp_path: Path, config: Any) -> None:
+    """4 reads `rope_theta`, and has a default for it; the tensors are the same."""
+    both = json.loads(json.dumps(config).replace('{"rope_p', '{"rope_theta": 777.0, "rope_p'))
+    with heard("hf") as said:
+        hf.save_state_dict({"a": torch.ones(2)}, tmp_path / "4", like={**CODE, **both})
+        assert not any(OF_5 in text for text in said)
+        for place in ("5", "again"):
+            hf.save_state_dict({"a": torch.ones(2)}, tmp_path / place, like={**CODE, **config})
+    (text,) = [text for text in said if OF_5 in text]
+    assert text.startswith("config.json is of transformers 5 (it has rope_parameters, and no rope_theta)")
+
+
+def test_an_export_says_once_which_release_opens_its_names(tmp_path: Path) -> None:
+    """Of pictures, where config.json is one that both releases read."""
+    library = transformers()
+    model = families.made("pictures")
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"].update(config["text_config"].pop("rope_parameters", {}))
+    with heard("hf") as said:
+        for place in ("n", "again"):
+            hf.save_state_dict(model.state_dict(), tmp_path / place, like=config)
+    # A tensor that has the name of the files that it comes from is found by what reads those.
+    path.write_text(json.dumps(config))
+    with heard("hf") as unsaid:
+        hf.save_state_dict(model.state_dict(), tmp_path / "o", like=tmp_path / "m")
+    assert not unsaid
+    assert [OF_5 in text for text in said] == [True] * (int(library.__version__.partition(".")[0]) >= 5), said
+
+
+def test_a_configuration_that_no_release_reads_is_said_with_the_setting(tmp_path: Path) -> None:
+    """As transformers 5 refuses that of Llama 4 of 4.51. Another release may read it, so it is no error."""
+    library = transformers()
+    model = families.made("a language model")
+    config = {**named(model.config), "hidden_size": "of no kind"}
+    with heard("hf") as said:
+        hf.save_state_dict(model.state_dict(), tmp_path / "m", like=config)
+    (text,) = [text for text in said if "cannot be built" in text]
+    assert "\n" not in text
+    if int(library.__version__.partition(".")[0]) >= 5:
+        assert "Field 'hidden_size' expected int, got str (value: 'of no kind')" in text
 
 
 LAYER = "model.layers.0"

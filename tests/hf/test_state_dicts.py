@@ -375,7 +375,8 @@ def test_a_group_that_is_a_part_of_the_world(ranks, tmp_path: Path) -> None:
 def test_other_values_under_a_second_name_are_refused(tmp_path: Path) -> None:
     value = torch.zeros(3)
     write_model(tmp_path / "m", {"a": torch.ones(3), "b": torch.full((3,), 2.0)})
-    with pytest.raises(RuntimeError, match="another value under a second name of the same tensor: b"):
+    text = r"another value under a second name of the same tensor: b[\s\S]*tie_word_embeddings=False"
+    with pytest.raises(RuntimeError, match=text):
         hf.load_state_dict({"a": value, "b": value}, tmp_path / "m")
     assert value.tolist() == [0, 0, 0]
     write_model(tmp_path / "same", {"a": torch.ones(3), "b": torch.ones(3)})

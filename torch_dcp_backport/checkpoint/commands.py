@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Optional
 
 import torch
 
@@ -45,8 +47,10 @@ def list_steps(argv: list[str], prog: str) -> int:
     parser.add_argument("--verify", action="store_true", help="read every file, and compare its checksum")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
+    if refused_step(prog, argv, args.root):
+        return 1
     steps = store.steps_in(args.root)
-    nothing = f"no steps in {args.root}" if args.root.is_dir() else f"there is no folder {args.root}"
+    nothing = f"no steps in {args.root}" if os.path.isdir(args.root) else f"there is no folder {args.root}"
     if args.verify:
         meter = Meter("verify", settings.progress() or Line())
         meter.expect(lambda: sum(nbytes_of(step) for step in steps))
@@ -104,8 +108,11 @@ def prune(argv: list[str], prog: str) -> int:
         step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
         print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
 
-    if not args.root.is_dir():
-        print(inspection.printable(f"{prog}: there is no folder {args.root}"), file=sys.stderr)
+    if refused_step(prog, argv, args.root):
+        return 1
+    if not os.path.isdir(args.root) or not store.steps_in(args.root):
+        nothing = "no steps in" if os.path.isdir(args.root) else "there is no folder"
+        print(inspection.printable(f"{prog}: {nothing} {args.root}"), file=sys.stderr)
         return 1
     failures = retention.prune(args.root, policy, report, args.dry_run, trash)
     for failure in failures:
@@ -128,8 +135,11 @@ def mark(argv: list[str], prog: str, what: str, change: Callable[[Path], None]) 
     codes = "exit codes: 0 done; 1 no step, or the mark cannot be written; 2 wrong usage"
     parser = argparse.ArgumentParser(prog=prog, description=what, epilog=codes)
     parser.add_argument("steps", metavar="STEP", type=Path, nargs="+", help="the folder of a step")
+    folders = parser.parse_args(argv).steps
+    if refused_root(prog, argv, folders):
+        return 1
     code = 0
-    for folder in parser.parse_args(argv).steps:
+    for folder in folders:
         try:
             change(folder)
         except (ValueError, OSError) as error:
@@ -138,23 +148,72 @@ def mark(argv: list[str], prog: str, what: str, change: Callable[[Path], None]) 
     return code
 
 
-def refused_root(prog: str, folders: Iterable[Path]) -> bool:
+def refused_root(prog: str, argv: Sequence[str], folders: Iterable[Path]) -> bool:
     """Say which of the folders is the root of a run, where a step is wanted; return whether there was any.
 
-    Of a folder that cannot be listed, and of a root without a step of ours, the command says what is wrong.
+    Also of a folder that cannot be listed. Of a root without a step of ours, and of no folder, the command
+    says what is wrong.
+
+    Args:
+        argv: the arguments of the command, which is shown with a step in the place of the root.
     """
     for folder in folders:
         if holds_a_checkpoint(folder):
             continue
-        try:
-            steps = [entry for entry in store.Shelf(folder).listed() if not entry.foreign]
-        except OSError:
-            continue
-        if steps:
-            text = f"{folder} is the root of {len(steps)} step(s): name one of them, such as {steps[0].path}"
-            print(inspection.printable(f"{prog}: {text}"), file=sys.stderr)
+        steps = steps_of(prog, folder)
+        if steps is None:
             return True
+        if steps:
+            text = f"{folder} is the root of {len(steps)} step(s): name one of them, such as {steps[0]}"
+            return refused(prog, text, instead(prog, argv, folder, steps[0]))
     return False
+
+
+def refused_step(prog: str, argv: Sequence[str], folder: Path) -> bool:
+    """Say that a folder is a step or a checkpoint, where the root of a run is wanted; return whether it is.
+
+    Also of a folder that cannot be listed.
+    """
+    steps = steps_of(prog, folder)
+    if steps is None:
+        return True
+    if steps or not os.path.isdir(folder) or any(map(is_step_folder, os.listdir(folder))):
+        return False
+    shelf = store.shelf_of(folder.absolute())
+    if shelf is not None:
+        root = shelf.root if folder.is_absolute() else Path(os.path.relpath(shelf.root))
+        kind = "in a step" if shelf.below.parts else "a step"
+        text = f"{folder} is {kind}, and the root of a run is wanted: {root}"
+        return refused(prog, text, instead(prog, argv, folder, root))
+    if holds_a_checkpoint(folder):
+        text = f"{folder} is a checkpoint, and the root of a run is wanted: `checkpoint inspect` shows it"
+        return refused(prog, text, shlex.join([*shlex.split(prog)[:-1], "inspect", str(folder)]))
+    return False
+
+
+def is_step_folder(name: str) -> bool:
+    return store.step_named(name) is not None
+
+
+def steps_of(prog: str, folder: Path) -> Optional[list[Path]]:
+    """Return the steps of ours in a folder, newest first; None where it cannot be listed, which is said."""
+    try:
+        return [entry.path for entry in store.Shelf(folder).listed() if not entry.foreign]
+    except OSError as error:
+        refused(prog, f"{folder} cannot be listed: {error.strerror}")
+        return None
+
+
+def instead(prog: str, argv: Sequence[str], folder: Path, other: Path) -> str:
+    """Return a command line with another folder in the place of one."""
+    given = [str(other) if not text.startswith("-") and Path(text) == folder else text for text in argv]
+    return shlex.join([*shlex.split(prog), *given])
+
+
+def refused(prog: str, text: str, command: str = "") -> bool:
+    """Say why a command does nothing, and the command line that would; return True."""
+    print(inspection.printable(f"{prog}: {text}{f' ({command})' if command else ''}"), file=sys.stderr)
+    return True
 
 
 def holds_a_checkpoint(folder: Path) -> bool:
@@ -164,7 +223,7 @@ def holds_a_checkpoint(folder: Path) -> bool:
 
 def inspect(argv: list[str], prog: str) -> int:
     """Run `checkpoint inspect`; of a step, on its sharded checkpoint."""
-    if refused_root(prog, map(Path, argv)):
+    if refused_root(prog, argv, map(Path, argv)):
         return 1
     parts = [os.path.join(part, SHARDED) if os.path.isdir(Path(part, SHARDED)) else part for part in argv]
     return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])
@@ -180,7 +239,7 @@ def verify(argv: list[str], prog: str) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
-    if refused_root(prog, [args.folder]):
+    if refused_root(prog, argv, [args.folder]):
         return 1
     if not os.path.lexists(args.folder / manifest.NAME):
         return inspection.main(["verify", *argv], prog.rpartition(" ")[0])
@@ -239,7 +298,7 @@ def export(argv: list[str], prog: str) -> int:
     parser.add_argument("--adapter-name", metavar="NAME", help="of several adapters the one that is written")
     parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
     args = parser.parse_args(argv)
-    if refused_root(prog, [args.folder]):
+    if refused_root(prog, argv, [args.folder]):
         return 1
     if args.progress:
         configure(progress="tqdm")
@@ -345,7 +404,7 @@ def diff(argv: list[str], prog: str) -> int:
     parser.add_argument("b", metavar="B", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
-    if refused_root(prog, [args.a, args.b]):
+    if refused_root(prog, argv, [args.a, args.b]):
         return 2
     meter = Meter("diff", settings.progress() or Line())
     try:

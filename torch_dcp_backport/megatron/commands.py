@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -67,8 +68,14 @@ class Bar:
             print(file=sys.stderr, flush=True)
 
 
-def main(argv: list[str], prog: str) -> int:
-    """Run the command, and return its exit code."""
+def main(
+    argv: list[str], prog: str, refused_root: Callable[[str, Sequence[str], Iterable[Path]], bool]
+) -> int:
+    """Run the command, and return its exit code.
+
+    Args:
+        refused_root: says that a folder is the root of a run, where a step is wanted; returns whether it is.
+    """
     known = ", ".join((*kinds(), *TOWERS))
     epilog = "\n".join((*textwrap.wrap(f"values of model_type: {known}", COLUMNS), CODES))
     parser = argparse.ArgumentParser(
@@ -84,6 +91,8 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
     parser.add_argument("--dry-run", action="store_true", help="only check, and say what would be written")
     args = parser.parse_args(argv)
+    if not os.path.isfile(args.source / CONFIG) and refused_root(prog, argv, [args.source]):
+        return 1
     wrong = wrong_usage(args)
     if wrong:
         print(f"{prog}: {wrong}", file=sys.stderr)

@@ -37,9 +37,8 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 #: Old files hold it; it is computed.
 COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 SHOWN = 3
-#: What was said already in this process.
-
-
+#: The part of config.json that models of pictures have.
+OF_PICTURES = "vision_config"
 NOTHING: Mapping[str, str] = {}
 
 
@@ -81,6 +80,8 @@ def examine(
             class get the names that `save_pretrained` gives them.
     """
     changed, has_quantised = dict(config), any(map(is_quantised, tensors.values()))
+    if has_frequencies_of_5(config):
+        say_of_5("config.json is of transformers 5 (it has rope_parameters, and no rope_theta)")
     if not has_quantised:
         changed, gone = classes.without_quantisation(config)
         if gone:
@@ -163,7 +164,29 @@ def examine(
     new = {key: renamed.get(key, key) for key in tensors}
     new = {key: in_files.get(name, name) for key, name in new.items()}
     renamed = {key: name for key, name in new.items() if key != name}
+    unlike = [name for key, name in new.items() if key not in apart and name not in source]
+    if unlike and classes.is_5() and OF_PICTURES in config and not has_frequencies_of_5(config):
+        # Under transformers 4 the vision towers of some classes have other names, and so have their files.
+        say_of_5(f"tensors have their names of transformers 5 ({some(unlike)})")
     return ClassFacts(found.config, [], frozenset(kept), tied, renamed, apart=apart)
+
+
+def has_frequencies_of_5(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json, or a part of it, has rotary frequencies where 5 alone looks for them."""
+    if config.get("rope_parameters") and "rope_theta" not in config:
+        return True
+    parts = [value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+    return any(map(has_frequencies_of_5, parts))
+
+
+def say_of_5(what: str) -> None:
+    """Say once that transformers 4 does not open the export as this model."""
+    warn_once(
+        logger,
+        f"{what}: transformers 4 opens it as another model without an error, or not at all. Open it under "
+        "transformers 5, or export under transformers 4.57: both open that",
+        about=say_of_5,
+    )
 
 
 class Found(NamedTuple):

@@ -14,6 +14,7 @@ import json
 import logging
 import random
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -139,7 +140,8 @@ def built(name: str, config: Mapping[str, Any]) -> nn.Module:
     try:
         return _built(name, json.dumps(config, sort_keys=True, default=str))
     except Exception as error:
-        text = str(error).partition("\n")[0]
+        # The first line may name a setting, and the second its value.
+        text = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise CannotBuild(f"{name} cannot be built: {type(error).__name__}: {text}") from error
 
 
@@ -386,6 +388,11 @@ def _saved_by_4(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 # --- transformers 5 ---
+
+
+def is_5() -> bool:
+    """Return whether transformers is 5 or newer."""
+    return _core_of_5() is not None
 
 
 def _core_of_5() -> Any:

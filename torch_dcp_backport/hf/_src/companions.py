@@ -58,17 +58,14 @@ def as_config(config: Any) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return dict(config)
-    to_dict = getattr(config, "to_dict", None)
+    # As `save_pretrained` writes it. A default that this release never reads may be a setting in another:
+    # transformers 5 goes by the `tie_word_embeddings` that transformers 4 has at the top of LLaVA's.
+    to_dict = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
     if not callable(to_dict):
         raise TypeError(f"a {type(config).__name__} is neither a mapping nor a configuration of transformers")
     values = dict(to_dict())
     # The place that a configuration came from is nothing of the model's.
     values.pop("_name_or_path", None)
-    shorter: Mapping[str, Any] = getattr(config, "to_diff_dict", dict)()
-    for name, value in values.items():
-        if isinstance(value, dict) and hasattr(getattr(config, name, None), "to_dict"):
-            # Some classes refuse the configuration of a part with every setting that has a default.
-            values[name] = shorter.get(name, value)
     return {name: value for name, value in values.items() if value is not None or name != "architectures"}
 
 

@@ -62,7 +62,7 @@ def opened(
     held = classes.tensors_in(model) if held is None else held
     if source.absent or source.problems or not hasattr(model, "base_model_prefix"):
         return source
-    if all(name in source.tensors for name in held):
+    if all(name in source.tensors and source.tensors[name].shape == shape for name, shape in held.items()):
         return source
     routes = classes.reading(model, source.tensors, held).routes
     if all(not route.steps and route.key == name for name, route in routes.items()):
@@ -311,8 +311,12 @@ def _after(step: Any, lists: list[list[Made]], shapes: Shapes) -> Optional[list[
     if len(every) != 1:
         return None
     (only,) = every
-    if kind == "Transpose" and not step.check_dims:
-        return [[Turned(only, step.dim0, step.dim1)]]
+    if kind == "Transpose":
+        # With `check_dims` a tensor that has the shape of the model's already stays as it is.
+        if step.check_dims and not shapes:
+            return None
+        is_left = step.check_dims and only.shape == shapes[0]
+        return [[only if is_left else Turned(only, step.dim0, step.dim1)]]
     if kind in ("Chunk", "Split") and shapes:
         made, start = [], 0
         for shape in shapes:

@@ -467,7 +467,8 @@ def other_values(call: Call, source: Source, key: str, first: str) -> list[Probl
     with call.guard(key):
         if not equal_in(source, key, first):
             what = "another value under a second name of the same tensor"
-            return [Problem(what, key, "other values", f"those of {first}")]
+            how = "if they are two, make the model of a configuration with tie_word_embeddings=False"
+            return [Problem(what, key, "other values", f"those of {first}; {how}")]
     return []
 
 
