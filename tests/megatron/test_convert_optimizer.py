@@ -1,0 +1,242 @@
+"""`convert` with `ep`: what it says of optimizers in a checkpoint, in one process and without megatron-core.
+
+The buckets are made here, in Megatron's order; test_megatron_distributed.py has those of Megatron itself.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoders import Decoder, write_folder
+from values import value_of
+
+from torch_dcp_backport import hf
+from torch_dcp_backport.__main__ import main
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load_common_state_dict,
+    load_plain_tensors,
+    save,
+    verify,
+)
+from torch_dcp_backport.megatron.convert import convert
+
+LAYERS = 2
+LAYER = "decoder.layers."
+#: As TransformerEngine's modules list them.
+SHAPES = {
+    "embedding.word_embeddings.weight": (8, 4),
+    f"{LAYER}self_attention.linear_proj.weight": (4, 4),
+    f"{LAYER}self_attention.linear_qkv.layer_norm_weight": (4,),
+    f"{LAYER}self_attention.linear_qkv.weight": (8, 4),
+    f"{LAYER}mlp.linear_fc1.layer_norm_weight": (4,),
+    f"{LAYER}mlp.linear_fc1.weight": (16, 4),
+    f"{LAYER}mlp.linear_fc2.weight": (4, 8),
+    "decoder.final_layernorm.weight": (4,),
+    "output_layer.weight": (8, 4),
+}
+STATES = ("param", "exp_avg", "exp_avg_sq")
+GROUP = "optimizer.distributed.dp_group_idx_0."
+ALL_GROUPS = {"lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, "lr": 0.1}
+GROUPS: list[dict[str, Any]] = [{"wd_mult": mult, **ALL_GROUPS} for mult in (1.0, 0.0)]
+
+
+def states() -> dict[str, dict[str, torch.Tensor]]:
+    """State -> key of the model -> its values; in bfloat16 all norms are 1, and alike."""
+    made: dict[str, dict[str, torch.Tensor]] = {}
+    for state in STATES:
+        for key, shape in SHAPES.items():
+            full = ((LAYERS,) if key.startswith(LAYER) else ()) + shape
+            values = value_of(f"{state} {key}", full)
+            is_norm = state == "param" and "norm" in key
+            made.setdefault(state, {})[key] = 1 + values.clamp(-1, 1) / 2000 if is_norm else values
+    return made
+
+
+def in_order() -> list[tuple[str, Any]]:
+    """(Key, layer) of the parameters, in the order of a bucket."""
+    inner = [key for key in SHAPES if key.startswith(LAYER)]
+    listed: list[tuple[str, Any]] = [("embedding.word_embeddings.weight", ...)]
+    listed += [(key, layer) for layer in range(LAYERS) for key in inner]
+    listed += [("decoder.final_layernorm.weight", ...), ("output_layer.weight", ...)]
+    return listed[::-1]
+
+
+def gathered(of: dict[str, dict[str, torch.Tensor]], without: str = "") -> dict[Any, Any]:
+    """The buckets of one process, as Megatron gathers them; each parameter begins at a multiple of 64."""
+    flat: dict[str, list[torch.Tensor]] = {state: [] for state in STATES}
+    for key, layer in in_order():
+        for state in STATES if key != without else ():
+            used = sum(map(len, flat[state]))
+            flat[state] += [torch.zeros(-used % 64), of[state][key][layer].reshape(-1)]
+    tensors: dict[str, Any] = {state: torch.cat(parts) for state, parts in flat.items()}
+    tensors["numel_unpadded"] = len(tensors["param"])
+    return {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): tensors}}
+
+
+def saved(
+    folder: Path, model: dict[str, torch.Tensor], bucket: Any, kind: str = "dp_zero_gather_scatter"
+) -> str:
+    folder.mkdir()
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model.items()]
+    objects = [
+        ShardedObject(f"{GROUP}{name}", value, (1,), (0,))
+        for name, value in (("optimizer", {"param_groups": GROUPS}), ("param_state", bucket))
+    ]
+    beside = ShardedObject("rng_state", {"seed": 3}, (1, 1), (0, 0))
+    common = {"optimizer": {"param_state_sharding_type": kind}, "iteration": 7}
+    save({"parts": parts, "objects": objects, "rng": beside, **common}, folder)
+    return str(folder)
+
+
+def model_of(of: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: value.to(torch.bfloat16) for key, value in of["param"].items()}
+
+
+def is_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """The states of an optimizer are stored as flattened layers."""
+    return torch.equal(left.flatten(), right.flatten())
+
+
+def test_parameters_that_are_equal_in_the_model_keep_their_own_states(tmp_path):
+    of = states()
+    model = model_of(of)
+    assert {float(value) for key in model if "norm" in key for value in model[key].flatten()} == {1.0}
+    source = saved(tmp_path / "source", model, gathered(of))
+    plan = convert(source, tmp_path / "out", ep=1, dry_run=True)
+    assert not (tmp_path / "out").exists()
+    assert plan == convert(source, tmp_path / "out", ep=1)
+    assert verify(tmp_path / "out") == []
+    names = dict(zip(STATES, ("fp32_param", "exp_avg", "exp_avg_sq")))
+    wanted = {f"optimizer.state.{names[state]}.{key}": of[state][key] for state in STATES for key in SHAPES}
+    got = load_plain_tensors(tmp_path / "out")
+    assert set(got) - {"optimizer", "iteration"} == {*wanted, *model} == set(plan.tensors)
+    assert [key for key, value in {**wanted, **model}.items() if not is_equal(got[key], value)] == []
+    common = load_common_state_dict(tmp_path / "out")
+    assert common["iteration"] == 7
+    assert common["optimizer"]["optimizer"]["param_groups"] == GROUPS
+    assert common["optimizer"]["param_state_sharding_type"] == "fully_sharded_model_space"
+
+
+def another(model: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]:
+    return {**model, key: model[key] + 1}
+
+
+OF = states()
+FC2 = f"{LAYER}mlp.linear_fc2.weight"
+NORM = "decoder.final_layernorm.weight"
+CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
+    "weights of another step": (
+        another(model_of(OF), FC2),
+        gathered(OF),
+        "dp_zero_gather_scatter",
+        rf"dp_group_idx_0, buffer 0 is not known: up to element 68 of \d+ .*{FC2}",
+    ),
+    "a parameter that is not trained": (
+        model_of(OF),
+        gathered(OF, without=NORM),
+        "dp_zero_gather_scatter",
+        rf"not in the optimizer's buckets: {NORM} \(expected 4, got 0 elements\)",
+    ),
+    "a parameter without a known place": (
+        {**model_of(OF), f"{LAYER}mlp.another.weight": torch.ones(LAYERS, 4)},
+        gathered(OF),
+        "dp_zero_gather_scatter",
+        "mlp.another.weight of .* not known where Megatron lists",
+    ),
+    "an older form": (model_of(OF), {0: {}}, "dp_zero_gather_scatter", "in the form of before 2024"),
+    "an unknown form": (
+        model_of(OF),
+        gathered(OF),
+        "by_colour",
+        r"param_state_sharding_type \['by_colour'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_that_cannot_be_carried_is_refused_by_name(tmp_path, case):
+    model, bucket, kind, says = CASES[case]
+    source = saved(tmp_path / "source", model, bucket, kind)
+    with pytest.raises(CheckpointingException, match=says):
+        convert(source, tmp_path / "out", ep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_what_needs_no_conversion_or_has_no_sense_is_refused(tmp_path):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    with pytest.raises(CheckpointingException, match=r"the model has no experts: ep \(2\)"):
+        convert(source, tmp_path / "out", ep=2)
+    with pytest.raises(CheckpointingException, match=r"no number of parts: ep \(expected 1 or more, got 0\)"):
+        convert(source, tmp_path / "out", ep=0)
+    with pytest.raises(CheckpointingException, match="keeps the dtypes of the files: dtype"):
+        convert(source, tmp_path / "out", ep=1, how=hf.Export(torch.float32))
+    convert(source, tmp_path / "out", ep=1)
+    with pytest.raises(CheckpointingException, match="any TP, PP and DP, and EP 1, as it is"):
+        convert(tmp_path / "out", tmp_path / "again", ep=1)
+    decoder = Decoder()
+    write_folder(tmp_path / "hf", decoder, decoder.tensors())
+    with pytest.raises(CheckpointingException, match="model files have no optimizer: ep"):
+        convert(tmp_path / "hf", tmp_path / "again", ep=1)
+    convert(tmp_path / "hf", tmp_path / "model")
+    with pytest.raises(CheckpointingException, match="no state of Megatron's distributed optimizer"):
+        convert(tmp_path / "model", tmp_path / "again", ep=1)
+    assert not (tmp_path / "again").exists()
+
+
+EXPERT = f"{LAYER}mlp.experts.experts.linear_fc2.weight"
+
+
+def sparse(folder: Path, groups: list[dict[str, Any]]) -> Path:
+    """A checkpoint at EP 1 of a model of four experts a layer, in the shapes of the model."""
+    folder.mkdir()
+    values = {f"optimizer.state.{state}.{EXPERT}": value_of(state, (LAYERS, 4, 3, 2)) for state in STATES}
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()]
+    parts.append(ShardedTensor.from_rank_offsets(EXPERT, value_of("model", (LAYERS, 4, 3, 2))))
+    node = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_sharded_model_space"}
+    save({"parts": parts, "training": {"optimizer": node}}, folder)
+    return folder
+
+
+def test_experts_get_an_optimizer_of_their_own_and_give_it_back(tmp_path):
+    source = sparse(tmp_path / "source", GROUPS)
+    with pytest.raises(CheckpointingException, match=r"4 experts are not dealt out to equal parts: ep \(3\)"):
+        convert(source, tmp_path / "ep", ep=3)
+    convert(source, tmp_path / "ep", ep=2)
+    assert {f"chained_1.optimizer.state.exp_avg.{EXPERT}"} <= set(load_plain_tensors(tmp_path / "ep"))
+    nodes = load_common_state_dict(tmp_path / "ep")["training"]["optimizer"]
+    assert nodes[0]["optimizer"]["param_groups"] == GROUPS
+    assert nodes[1]["optimizer"]["param_groups"] == [{**GROUPS[0], "is_expert_parallel": True}]
+    convert(tmp_path / "ep", tmp_path / "back", ep=1)
+    before, after = load_plain_tensors(source), load_plain_tensors(tmp_path / "back")
+    assert before.pop("training") == after.pop("training")
+    assert set(before) == set(after)
+    assert all(is_equal(before[key], after[key]) for key in before)
+
+
+def test_experts_in_a_group_that_cannot_be_told_are_refused(tmp_path):
+    source = sparse(tmp_path / "source", [*GROUPS, {**GROUPS[0], "lr_mult": 2.0}])
+    with pytest.raises(CheckpointingException, match=r"which of 3 parameter groups .*lr_mult 2\.0"):
+        convert(source, tmp_path / "ep", ep=2)
+
+
+def test_the_command_carries_an_optimizer(tmp_path, capsys):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    assert main(["convert", source, str(tmp_path / "out"), "--ep", "1"]) == 0
+    numel = sum(math.prod(value.shape) for value in model_of(OF).values())
+    said = capsys.readouterr().out
+    assert f"{4 * len(SHAPES)} tensors, {numel * 14 / 1024:.1f} KiB" in said
+    assert main(["convert", source, str(tmp_path / "no"), "--ep", "none"]) == 2
+    assert "--ep none: no number of parts" in capsys.readouterr().err
+    assert main(["convert", source, str(tmp_path / "no"), "--ep", "1", "--dtype", "float32"]) == 2
+    assert "--dtype is for files alone" in capsys.readouterr().err
+    decoder = Decoder()
+    write_folder(tmp_path / "hf", decoder, decoder.tensors())
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "no"), "--ep", "1"]) == 2
+    assert "which have no optimizer" in capsys.readouterr().err
