@@ -20,6 +20,7 @@ from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
+    load,
     load_common_state_dict,
     load_plain_tensors,
     save,
@@ -35,6 +36,8 @@ SHAPES = {
     f"{LAYER}self_attention.linear_proj.weight": (4, 4),
     f"{LAYER}self_attention.linear_qkv.layer_norm_weight": (4,),
     f"{LAYER}self_attention.linear_qkv.weight": (8, 4),
+    f"{LAYER}self_attention.q_layernorm.weight": (4,),
+    f"{LAYER}self_attention.k_layernorm.weight": (4,),
     f"{LAYER}mlp.linear_fc1.layer_norm_weight": (4,),
     f"{LAYER}mlp.linear_fc1.weight": (16, 4),
     f"{LAYER}mlp.linear_fc2.weight": (4, 8),
@@ -118,6 +121,8 @@ def test_parameters_that_are_equal_in_the_model_keep_their_own_states(tmp_path):
     got = load_plain_tensors(tmp_path / "out")
     assert set(got) - {"optimizer", "iteration"} == {*wanted, *model} == set(plan.tensors)
     assert [key for key, value in {**wanted, **model}.items() if not is_equal(got[key], value)] == []
+    rng = load({"rng": ShardedObject("rng_state", None, (1, 1), (0, 0))}, tmp_path / "out")
+    assert rng["rng"] == {"seed": 3}
     common = load_common_state_dict(tmp_path / "out")
     assert common["iteration"] == 7
     assert common["optimizer"]["optimizer"]["param_groups"] == GROUPS
@@ -188,6 +193,21 @@ def test_what_needs_no_conversion_or_has_no_sense_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="no state of Megatron's distributed optimizer"):
         convert(tmp_path / "model", tmp_path / "again", ep=1)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_damaged_byte_is_an_error_and_leaves_nothing(tmp_path):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    (path,) = Path(source).glob("*.distcp")
+    # Of the first record's values, and of the buckets at the end.
+    for place in (600, path.stat().st_size - 20000):
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CheckpointingException, match=r"wrong checksum"):
+            convert(source, tmp_path / "out", ep=1)
+        data[place] ^= 1
+        path.write_bytes(data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 EXPERT = f"{LAYER}mlp.experts.experts.linear_fc2.weight"

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing import Read, RecordReader, Stored
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, Damaged, Read, RecordReader, Stored
 from torch_dcp_backport.transfer import Box, Problem, as_bytes
 
 #: The float32 weights among the states of a bucket.
@@ -107,7 +107,8 @@ class Buffer(NamedTuple):
     starts: Optional[tuple[int, ...]]
     #: Where what is not padding ends in each bucket; none where that is not known.
     ends: tuple[int, ...]
-    states: tuple[str, ...]
+    #: Name -> dtype.
+    states: Mapping[str, torch.dtype]
     #: (state, start, stop) -> its elements.
     read: Callable[[str, int, int], torch.Tensor]
 
@@ -209,9 +210,18 @@ class Weights:
 
 
 def values_of(reader: RecordReader, key: str, stored: Stored, box: Box) -> torch.Tensor:
-    """Return a box of a stored tensor."""
+    """Return a box of a stored tensor.
+
+    Raises:
+        CheckpointingException: it cannot be read, or is damaged.
+    """
     values = torch.empty(box.size, dtype=stored.dtype)
-    reader.read([Read(key, chunk, part, stored.dtype, values, box) for chunk, part in stored.parts_of(box)])
+    try:
+        reader.read(
+            [Read(key, chunk, part, stored.dtype, values, box) for chunk, part in stored.parts_of(box)]
+        )
+    except (Damaged, OSError) as error:
+        raise CheckpointingException(f"{reader.folder}: {error}") from error
     return values
 
 

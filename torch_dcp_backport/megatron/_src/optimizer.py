@@ -234,9 +234,12 @@ def buffers_of(source: Source, group: GroupId, things: Mapping[str, str]) -> Ite
         for number in sorted(key for key in gathered if isinstance(key, int)):
             for (dtype, _), state in gathered[number].items():
                 tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
-                name = f"{group}, buffer {number}"
+                name, states = (
+                    f"{group}, buffer {number}",
+                    {key: value.dtype for key, value in tensors.items()},
+                )
                 numel = tensors[WEIGHTS].numel()
-                yield Buffer(name, dtype, numel, None, (), tuple(tensors), Gathered(tensors).read)
+                yield Buffer(name, dtype, numel, None, (), states, Gathered(tensors).read)
         return
     if LENGTHS not in things:
         raise CheckpointingException(
@@ -267,7 +270,7 @@ def buffers_of(source: Source, group: GroupId, things: Mapping[str, str]) -> Ite
             starts[-1] + unpadded[-1],
             tuple(starts),
             tuple(start + length for start, length in zip(starts, unpadded)),
-            tuple(stored[0]),
+            {state: bucket.dtype for state, (_, bucket) in stored[0].items()},
             InFiles(source.reader, stored, starts).read,
         )
 
@@ -278,6 +281,8 @@ class Found(NamedTuple):
     group: GroupId
     things: Mapping[str, str]
     placed: list[list[Placed]]
+    #: State -> its dtype.
+    states: Mapping[str, torch.dtype]
 
 
 def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
@@ -290,7 +295,9 @@ def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
     for group, things in groups.items():
         number_of_groups = sum(other.chained == group.chained for other in groups)
         placed: list[list[Placed]] = []
+        states: dict[str, torch.dtype] = {}
         for buffer in buffers_of(source, group, things):
+            states.update(buffer.states)
             best = Reached(-1, "")
             is_of_experts = group.chained == 1
             for guess in guesses(number_of_groups, group.number, experts, is_of_experts, last):
@@ -302,7 +309,7 @@ def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
                 best = max(best, result, key=lambda reached: reached.at)
             else:
                 return why_not(buffer, best)
-        found.append(Found(group, things, placed))
+        found.append(Found(group, things, placed, states))
     return found
 
 
@@ -399,17 +406,22 @@ class Carried:
 def boxes_of(key: str, stored: Stored) -> list[Box]:
     """Return the boxes that a state is saved in: those of the model's tensor, or of its layers and experts.
 
-    Megatron loads a state best from the boxes of its model, which have to be equal.
+    Megatron loads a state from equal boxes alone, and gate and up, which it has apart, not from the same box.
     """
     boxes = [chunk.box for chunk in stored.chunks]
-    size, axes = boxes[0].size, lead_of(key)
+    size, axes, shape = boxes[0].size, lead_of(key), stored.shape
     is_regular = all(
         box.size == size and not any(start % extent for start, extent in zip(box.offset, size))
         for box in boxes
     )
-    if is_regular and size[:axes] == (1,) * axes and not any(map(int.__mod__, stored.shape, size)):
+    if is_regular and size[:axes] == (1,) * axes and not any(map(int.__mod__, shape, size)):
         return boxes
-    return list(slabs_of(key, stored.shape))
+    slabs = list(slabs_of(key, shape))
+    half, odd = divmod(shape[axes], 2) if len(shape) > axes else (0, 1)
+    # A part of a tensor that was not cut in two has elements of both.
+    if odd or any(box.offset[axes] < half < box.offset[axes] + box.size[axes] for box in boxes):
+        return slabs
+    return [part for slab in slabs for part in (slab.head(axes, half), slab.tail(axes, half))]
 
 
 def slabs_of(key: str, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -475,11 +487,8 @@ def carried(opened: Opened, ep: int) -> Union[Carried, list[Problem]]:
             tensors[key_of(state, weight, is_split)] = TensorInfo(
                 stored.original or stored.shape, stored.dtype
             )
-        missing = [
-            key
-            for key in source.weights
-            if not any(key == weight for _, _, weight in states_in(opened.holds.tensors))
-        ]
+        there = {weight for _, _, weight in states_in(opened.holds.tensors)}
+        missing = [key for key in source.weights if key not in there]
         if missing:
             return [Problem("the optimizer in it has no state", key) for key in missing]
     else:
@@ -490,8 +499,10 @@ def carried(opened: Opened, ep: int) -> Union[Carried, list[Problem]]:
         problems = list(_not_covered(source, found))
         if problems:
             return problems
-        for key, state in itertools.product(source.weights, ("exp_avg", "exp_avg_sq", RENAMED[WEIGHTS])):
-            tensors[key_of(state, key, is_split)] = TensorInfo(source.weights[key].shape, torch.float32)
+        states = {state: dtype for one in found for state, dtype in one.states.items()}
+        for (state, dtype), key in itertools.product(states.items(), source.weights):
+            name = key_of(RENAMED.get(state, state), key, is_split)
+            tensors[name] = TensorInfo(source.weights[key].shape, dtype)
     nodes = regrouped(_kept(source), source, is_split)
     return Carried(source, is_split, tensors, found, _put(common, source.path, nodes))
 
