@@ -5,6 +5,7 @@ The buckets are made here, in Megatron's order; test_megatron_distributed.py has
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch_dcp_backport.megatron.convert import convert
 
 LAYERS = 2
 LAYER = "decoder.layers."
+EXPERTS = f"{LAYER}mlp.experts.experts."
 #: As TransformerEngine's modules list them.
 SHAPES = {
     "embedding.word_embeddings.weight": (8, 4),
@@ -62,25 +64,31 @@ def states() -> dict[str, dict[str, torch.Tensor]]:
     return made
 
 
-def in_order() -> list[tuple[str, Any]]:
-    """(Key, layer) of the parameters, in the order of a bucket."""
+#: (Key, place in it) of parameters.
+Listed = list[tuple[str, Any]]
+
+
+def in_order() -> Listed:
+    """The parameters in the order of the model."""
     inner = [key for key in SHAPES if key.startswith(LAYER)]
-    listed: list[tuple[str, Any]] = [("embedding.word_embeddings.weight", ...)]
+    listed: Listed = [("embedding.word_embeddings.weight", ...)]
     listed += [(key, layer) for layer in range(LAYERS) for key in inner]
-    listed += [("decoder.final_layernorm.weight", ...), ("output_layer.weight", ...)]
-    return listed[::-1]
+    return [*listed, ("decoder.final_layernorm.weight", ...), ("output_layer.weight", ...)]
 
 
-def gathered(of: dict[str, dict[str, torch.Tensor]], without: str = "") -> dict[Any, Any]:
-    """The buckets of one process, as Megatron gathers them; each parameter begins at a multiple of 64."""
-    flat: dict[str, list[torch.Tensor]] = {state: [] for state in STATES}
-    for key, layer in in_order():
-        for state in STATES if key != without else ():
-            used = sum(map(len, flat[state]))
-            flat[state] += [torch.zeros(-used % 64), of[state][key][layer].reshape(-1)]
-    tensors: dict[str, Any] = {state: torch.cat(parts) for state, parts in flat.items()}
-    tensors["numel_unpadded"] = len(tensors["param"])
-    return {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): tensors}}
+def gathered(of: dict[str, dict[str, torch.Tensor]], *chunks: Listed) -> dict[Any, Any]:
+    """The buckets of the ranks of one TP x PP, as Megatron gathers them: each begins at a multiple of 64."""
+    buckets: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, chunk in enumerate(chunks or [in_order()]):
+        flat: dict[str, list[torch.Tensor]] = {state: [] for state in STATES}
+        for key, place in reversed(chunk):
+            for state in STATES:
+                used = sum(map(len, flat[state]))
+                flat[state] += [torch.zeros(-used % 64), of[state][key][place].reshape(-1)]
+        tensors: dict[str, Any] = {state: torch.cat(parts) for state, parts in flat.items()}
+        tensors["numel_unpadded"] = len(tensors["param"])
+        buckets[number] = {(torch.bfloat16, torch.float32): tensors}
+    return buckets
 
 
 def saved(
@@ -91,6 +99,9 @@ def saved(
     objects = [
         ShardedObject(f"{GROUP}{name}", value, (1,), (0,))
         for name, value in (("optimizer", {"param_groups": GROUPS}), ("param_state", bucket))
+    ]
+    objects += [
+        ShardedObject("decoder.x._extra_state", io.BytesIO(b"abc"), (2,), (place,)) for place in (0, 1)
     ]
     beside = ShardedObject("rng_state", {"seed": 3}, (1, 1), (0, 0))
     common = {"optimizer": {"param_state_sharding_type": kind}, "iteration": 7}
@@ -121,12 +132,63 @@ def test_parameters_that_are_equal_in_the_model_keep_their_own_states(tmp_path):
     got = load_plain_tensors(tmp_path / "out")
     assert set(got) - {"optimizer", "iteration"} == {*wanted, *model} == set(plan.tensors)
     assert [key for key, value in {**wanted, **model}.items() if not is_equal(got[key], value)] == []
-    rng = load({"rng": ShardedObject("rng_state", None, (1, 1), (0, 0))}, tmp_path / "out")
-    assert rng["rng"] == {"seed": 3}
+    wants = ("rng_state", (1, 1), (0, 0)), *(("decoder.x._extra_state", (2,), (place,)) for place in (0, 1))
+    beside = load({"them": [ShardedObject(key, None, *place) for key, *place in wants]}, tmp_path / "out")
+    assert beside["them"][0] == {"seed": 3}
+    assert [state.getvalue() for state in beside["them"][1:]] == [b"abc", b"abc"]
     common = load_common_state_dict(tmp_path / "out")
     assert common["iteration"] == 7
     assert common["optimizer"]["optimizer"]["param_groups"] == GROUPS
     assert common["optimizer"]["param_state_sharding_type"] == "fully_sharded_model_space"
+
+
+def test_virtual_stages_have_buckets_of_their_own(tmp_path):
+    listed = in_order()
+    middle = 1 + (len(listed) - 3) // LAYERS
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF, listed[:middle], listed[middle:]))
+    convert(source, tmp_path / "out", ep=1)
+    got = load_plain_tensors(tmp_path / "out")
+    assert all(is_equal(got[f"optimizer.state.exp_avg.{key}"], OF["exp_avg"][key]) for key in SHAPES)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["one module for each", "one module for all"])
+def test_experts_are_found_in_the_order_of_either_kind_of_modules(tmp_path, is_grouped):
+    router, matrices = (
+        f"{LAYER}mlp.router.weight",
+        [f"{EXPERTS}linear_fc{number}.weight" for number in (1, 2)],
+    )
+    shapes = {router: (LAYERS, 4, 8), matrices[0]: (LAYERS, 4, 6, 8), matrices[1]: (LAYERS, 4, 8, 3)}
+    of = {
+        state: {key: value_of(f"{state} {key}", shape) for key, shape in shapes.items()} for state in STATES
+    }
+    (tmp_path / "source").mkdir()
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model_of(of).items()]
+    groups = {"chained_0.optimizer.distributed.dp_group_idx_0": [(router, layer) for layer in range(LAYERS)]}
+    for rank in (0, 1):
+        own = [2 * rank, 2 * rank + 1]
+        pairs = [(key, expert) for key in matrices for expert in own]
+        if not is_grouped:
+            pairs = [(key, expert) for expert in own for key in matrices]
+        groups[f"chained_1.optimizer.distributed.dp_group_idx_{rank}"] = [
+            (key, (layer, expert)) for layer in range(LAYERS) for key, expert in pairs
+        ]
+    objects = [
+        ShardedObject(f"{group}.{name}", value, (1,), (0,))
+        for group, listed in groups.items()
+        for name, value in (
+            ("param_state", gathered(of, listed)),
+            ("optimizer", {"param_groups": GROUPS[:1]}),
+        )
+    ]
+    nodes = {number: {"param_state_sharding_type": "dp_zero_gather_scatter"} for number in (0, 1)}
+    save({"parts": parts, "objects": objects, "optimizer": nodes}, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "ep", ep=4)
+    convert(tmp_path / "source", tmp_path / "alone", ep=1)
+    for folder, prefixes in (("ep", ("chained_0.", "chained_1.")), ("alone", ("", ""))):
+        got = load_plain_tensors(tmp_path / folder)
+        for key in shapes:
+            name = f"{prefixes[key != router]}optimizer.state.exp_avg_sq.{key}"
+            assert is_equal(got[name], of["exp_avg_sq"][key])
 
 
 def another(model: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]:
@@ -145,7 +207,7 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
     ),
     "a parameter that is not trained": (
         model_of(OF),
-        gathered(OF, without=NORM),
+        gathered(OF, [one for one in in_order() if one[0] != NORM]),
         "dp_zero_gather_scatter",
         rf"not in the optimizer's buckets: {NORM} \(expected 4, got 0 elements\)",
     ),
@@ -210,7 +272,7 @@ def test_a_damaged_byte_is_an_error_and_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-EXPERT = f"{LAYER}mlp.experts.experts.linear_fc2.weight"
+EXPERT = f"{EXPERTS}linear_fc2.weight"
 
 
 def sparse(folder: Path, groups: list[dict[str, Any]]) -> Path:
