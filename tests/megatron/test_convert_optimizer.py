@@ -192,7 +192,10 @@ def test_experts_are_found_in_the_order_of_either_kind_of_modules(tmp_path, is_g
 
 
 def another(model: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]:
-    return {**model, key: model[key] + 1}
+    """The same model but for the last element of a tensor."""
+    changed = model[key].clone()
+    changed.view(-1)[-1] += 1
+    return {**model, key: changed}
 
 
 OF = states()
