@@ -376,9 +376,13 @@ class Carried:
                 values_in_box = values_of(reader, key, stored, box)
                 part_of(target, whole(stored.shape), box).copy_(values_in_box)
                 moved(values_in_box.nbytes)
+        # Ranks of TP have the same of what is not cut, and two stages of a tied embedding.
+        done: set[tuple[str, Box]] = set()
         for one in self.found or ():
             for buffer, places in zip(buffers_of(self.source, one.group, one.things), one.placed):
-                for (key, box, start), state in itertools.product(places, buffer.states):
+                new = [place for place in places if (place.key, place.box) not in done]
+                done.update((place.key, place.box) for place in new)
+                for (key, box, start), state in itertools.product(new, buffer.states):
                     target = tensors[key_of(RENAMED.get(state, state), key, self.is_split)]
                     values_in_box = buffer.read(state, start, start + box.numel).view(box.size)
                     part_of(target, whole(tuple(target.shape)), box).copy_(values_in_box)
