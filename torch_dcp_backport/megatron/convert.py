@@ -1,6 +1,7 @@
-"""Hugging Face files to a sharded checkpoint of Megatron's GPTModel, and back: one process, no model, no GPU.
+"""Hugging Face files to a sharded checkpoint of Megatron's GPTModel, back, and from one grid to another.
 
-Must never hold more than a few buffers of the model, and never leave half a target.
+One process, no model, no GPU. Must never hold more than a few buffers of the model, and never leave half a
+target.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ WEIGHTS = "param"
 ALIGNED = 64
 #: How many such multiples may be left out before the bucket of a tied embedding.
 MOST_GAPS = 128
+#: Elements of a parameter that are compared at a time.
+MOST_AT_A_TIME = 2**22
 
 LAYER = re.compile(r"(?:^|\.)(decoder|mtp)\.layers\.(?:(\d+)\.)?(.+)")
 EXPERTS = "mlp.experts.experts."
@@ -158,11 +160,11 @@ class Weights:
     def __init__(self, reader: RecordReader, tensors: Mapping[str, Stored]) -> None:
         self.reader = reader
         self.tensors = tensors
-        # A guess begins with its first parameter, again and again.
-        self.values = functools.lru_cache(maxsize=8)(self._values)
+        # A guess begins with the first row of its first parameter, again and again.
+        self.first_row = functools.lru_cache(maxsize=64)(self.values)
         self.cuts = functools.lru_cache(maxsize=None)(self._cuts)
 
-    def _values(self, key: str, box: Box) -> torch.Tensor:
+    def values(self, key: str, box: Box) -> torch.Tensor:
         return values_of(self.reader, key, self.tensors[key], box)
 
     def _cuts(self, key: str, tp: int, axes: int) -> tuple[Union[int, str], ...]:
@@ -368,12 +370,23 @@ def _fitting(
 def _is_at(buffer: Buffer, key: str, boxes: Iterable[Box], weights: Weights, start: int) -> bool:
     for box in boxes:
         stop = start + box.numel
-        if stop > buffer.numel or not _is_equal(buffer, start, weights.values(key, _first(box))):
+        if stop > buffer.numel or not _is_equal(buffer, start, weights.first_row(key, _first(box))):
             return False
-        if not _is_equal(buffer, start, weights.values(key, box)):
-            return False
-        start = stop
+        for part in _pieces(box):
+            if not _is_equal(buffer, start, weights.values(key, part)):
+                return False
+            start += part.numel
     return True
+
+
+def _pieces(box: Box) -> Iterator[Box]:
+    """Yield the rows of a box, so many at a time that they have about `MOST_AT_A_TIME` elements."""
+    axis = next((axis for axis, extent in enumerate(box.size) if extent > 1), None)
+    rows = 1 if axis is None else max(MOST_AT_A_TIME * box.size[axis] // box.numel, 1)
+    while axis is not None and box.size[axis] > rows:
+        yield box.head(axis, rows)
+        box = box.tail(axis, rows)
+    yield box
 
 
 def _first(box: Box) -> Box:
@@ -425,5 +438,5 @@ def why_not(buffer: Buffer, reached: Reached) -> Problem:
     return Problem(
         f"the order of parameters in {buffer.name} is not known: up to element {max(reached.at, 0)} of "
         f"{buffer.numel} its float32 weights are those of the model; behind that are others than those of",
-        reached.key,
+        reached.key or f"any parameter in {buffer.dtype}",
     )
