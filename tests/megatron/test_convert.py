@@ -423,7 +423,7 @@ def test_what_becomes_of_an_optimizer_is_said_by_name(tmp_path, model, capsys):
     plan = convert(tmp_path / "full", tmp_path / "back", like=str(model), dry_run=True)
     assert set(plan.left) == {bucket, moment}
     assert "has it for any TP, PP and EP" in plan.left[moment]
-    assert "only the TP x PP that wrote them" in plan.left[bucket]
+    assert "a conversion with ep= (--ep)" in plan.left[bucket]
     arguments = ["convert", str(tmp_path / "full"), str(tmp_path / "back"), "--like", str(model), "--dry-run"]
     assert main(arguments) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -434,11 +434,15 @@ def test_what_becomes_of_an_optimizer_is_said_by_name(tmp_path, model, capsys):
     ("name", "moment", "says"),
     [
         ("qwen2", "optimizer.state.exp_avg.output_layer.weight", "any TP, PP and EP"),
-        ("sparse", "optimizer.state.exp_avg.output_layer.weight", "any TP and PP at EP 1"),
+        (
+            "sparse",
+            "optimizer.state.exp_avg.output_layer.weight",
+            "any TP and PP at EP 1; for another EP convert it with ep= (--ep)",
+        ),
         (
             "sparse",
             "chained_0.optimizer.state.exp_avg.output_layer.weight",
-            "any TP and PP, and any EP above 1",
+            "any TP and PP, and any EP above 1; for EP 1 convert it with ep= (--ep)",
         ),
     ],
     ids=["dense", "EP 1", "EP above 1"],

@@ -19,7 +19,8 @@ from decoders import Decoder
 from gpt import gpt
 from pool import Pool
 
-from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, verify
+from torch_dcp_backport.megatron.convert import convert
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
@@ -27,7 +28,10 @@ transformers = pytest.importorskip("transformers")
 OURS, MEGATRONS = "torch_dcp_backport.dist_checkpointing", "megatron.core.dist_checkpointing"
 #: The padding of a vocabulary depends on TP; 64 is padded by none of them.
 DENSE = Decoder("qwen2", vocab=64)
+TIED = DENSE._replace(tied=True)
 SPARSE = Decoder("qwen3_moe", head_dim=6, vocab=64, experts=4, expert_rows=12)
+#: A dense layer before sparse ones, so that each layer has keys of its own, and a shared expert.
+MIXED = Decoder("qwen2_moe", vocab=64, experts=4, expert_rows=12, shared_rows=6, dense=(0,))
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +80,11 @@ def trained(api: Any, files: str, decoder: Decoder, cut: tuple[int, int, int], s
     tp, pp, ep = cut
     (model,) = gpt(decoder, tp, pp, dtype=torch.bfloat16, ep=ep)
     api.load_hf(model, files)
-    wrapped = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    # Several buckets; Megatron 0.12.3 cannot have them with a tied embedding that two stages share.
+    several = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=not decoder.tied, bucket_size=1500
     )
+    wrapped = DistributedDataParallel(model.config, several, model)
     options = OptimizerConfig(
         optimizer="adam",
         lr=0.1,
@@ -99,24 +105,39 @@ def step(model: Any, optimizer: Any, steps: int) -> None:
         on_the_cpu(optimizer.step)
 
 
-def state_of(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
-    sharded, kind = model.module.sharded_state_dict(), "fully_sharded_model_space"
-    return {
-        "model": sharded,
-        "optimizer": on_the_cpu(
-            lambda: optimizer.sharded_state_dict(sharded, is_loading=is_loading, sharding_type=kind)
-        ),
-    }
+IN_MODEL_SPACE = "fully_sharded_model_space"
+GATHERED, IN_BUCKETS = "dp_zero_gather_scatter", "fully_sharded_bucket_space"
 
 
-def saves(api: Any, room: str, files: str, to: str, decoder: Decoder, cut: Any) -> None:
+def state_of(model: Any, optimizer: Any, is_loading: bool, kind: str = IN_MODEL_SPACE) -> dict[str, Any]:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    sharded, states = model.module.sharded_state_dict(), "_get_main_param_and_optimizer_states"
+    kept = getattr(DistributedOptimizer, states)
+
+    def in_buckets(self: Any, param: torch.Tensor) -> dict[str, Any]:
+        # torch's Adam has its step among the states; Megatron's buckets have no place for it.
+        return {name: state for name, state in kept(self, param).items() if name != "step"}
+
+    with mock.patch.object(DistributedOptimizer, states, in_buckets if kind == IN_BUCKETS else kept):
+        return {
+            "model": sharded,
+            "optimizer": on_the_cpu(
+                lambda: optimizer.sharded_state_dict(sharded, is_loading=is_loading, sharding_type=kind)
+            ),
+        }
+
+
+def saves(
+    api: Any, room: str, files: str, to: str, decoder: Decoder, cut: Any, kind: str = IN_MODEL_SPACE
+) -> None:
     model, optimizer = trained(api, files, decoder, cut, 2)
     if dist.get_rank() == 0:
         os.makedirs(to)
     dist.barrier()
     # Megatron's writes from processes of its own.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    importlib.import_module(room).save(state_of(model, optimizer, False), to)
+    importlib.import_module(room).save(state_of(model, optimizer, False, kind), to)
 
 
 def held(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -168,6 +189,10 @@ def files_of(decoder: Decoder, folder: Any) -> str:
     torch.manual_seed(0)
     made = transformers.AutoConfig.for_model(**{**decoder.config, "torch_dtype": "bfloat16"})
     model = transformers.AutoModelForCausalLM.from_config(made).to(torch.bfloat16)
+    for param in model.parameters():
+        if param.dim() == 1:
+            # Norms and biases of a new model are all alike.
+            torch.nn.init.normal_(param)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -192,6 +217,35 @@ def test_the_optimizer_is_the_one_of_the_other_cut(
 ):
     files, to = files_of(decoder, tmp_path / "hf"), str(tmp_path / "ckpt")
     optimizer_ranks(saves, writer, files, to, decoder, source)
+    for count, others in optimizer_ranks(differs, reader, files, to, decoder, target):
+        assert count > 20
+        assert others == 0
+
+
+@pytest.mark.parametrize(
+    "writer, kind, reader, decoder, source, target",
+    [
+        (MEGATRONS, GATHERED, OURS, TIED, (2, 2, 1), (1, 1, 1)),
+        (OURS, IN_BUCKETS, MEGATRONS, DENSE, (1, 2, 1), (2, 1, 1)),
+        (MEGATRONS, IN_MODEL_SPACE, MEGATRONS, SPARSE, (1, 1, 1), (1, 1, 2)),
+        (MEGATRONS, GATHERED, OURS, MIXED, (1, 2, 2), (1, 1, 1)),
+        (OURS, IN_BUCKETS, OURS, SPARSE, (1, 1, 2), (1, 1, 4)),
+    ],
+    ids=[
+        "gathered and tied, tp 2 x pp 2 to dp 4",
+        "buckets, pp 2 to tp 2, to Megatron",
+        "ep 1 to ep 2, to Megatron",
+        "gathered, dense and sparse layers, pp 2 x ep 2 to ep 1",
+        "buckets, ep 2 to ep 4",
+    ],
+)
+def test_convert_carries_an_optimizer_to_another_grid(
+    optimizer_ranks, tmp_path, writer, kind, reader, decoder, source, target
+):
+    files, saved, to = files_of(decoder, tmp_path / "hf"), tmp_path / "saved", str(tmp_path / "ckpt")
+    optimizer_ranks(saves, writer, files, str(saved), decoder, source, kind)
+    convert(saved, to, ep=target[2])
+    assert verify(to) == []
     for count, others in optimizer_ranks(differs, reader, files, to, decoder, target):
         assert count > 20
         assert others == 0

@@ -25,7 +25,8 @@ from torch_dcp_backport.transfer import Progress
 HELP = """\
 Convert Hugging Face files to a sharded checkpoint that megatron-core's
 GPTModel.sharded_state_dict() loads, or such a checkpoint to files for
-from_pretrained. One process, without a GPU and without building a model. Files
+from_pretrained; with --ep a checkpoint to one whose optimizer loads in another
+grid. One process, without a GPU and without building a model. Files
 are mapped; weights in fp8 towards a checkpoint are held in memory, as the plan
 says.
 """
@@ -88,6 +89,11 @@ def main(
     )
     parser.add_argument("--dtype", help="of files: what weights are cast to, such as bfloat16")
     parser.add_argument("--file-size", metavar="BYTES", help="of files: at most so many each, such as 2GB")
+    parser.add_argument(
+        "--ep",
+        metavar="N",
+        help="of a checkpoint with Megatron's distributed optimizer: write one for a grid with EP N",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
     parser.add_argument("--dry-run", action="store_true", help="only check, and say what would be written")
     args = parser.parse_args(argv)
@@ -110,6 +116,7 @@ def main(
             Export(dtype, size, args.overwrite),
             args.dry_run,
             lambda plan: print("\n".join(plan_of(plan, args.source, args.target, args.dry_run)), flush=True),
+            int(args.ep) if args.ep else None,
         )
     except CheckpointingException as error:
         bar.end()
@@ -134,6 +141,10 @@ def wrong_usage(args: argparse.Namespace) -> str:
         return f"--dtype {args.dtype}: weights are floating-point numbers"
     if args.file_size and not bytes_of(args.file_size):
         return f"--file-size {args.file_size}: no size such as 2GB"
+    if args.ep is not None and not (args.ep.isascii() and args.ep.isdigit() and int(args.ep)):
+        return f"--ep {args.ep}: no number of parts, 1 or more"
+    if args.ep and (args.source / CONFIG).is_file():
+        return f"--ep is for a checkpoint, and {args.source} has a model's files, which have no optimizer"
     # Whatever its value is: one that is the default is an option that is ignored, too.
     given = [
         (name, why)
@@ -144,7 +155,7 @@ def wrong_usage(args: argparse.Namespace) -> str:
         )
         if value
     ]
-    if given and (args.source / CONFIG).is_file():
+    if given and (args.ep or (args.source / CONFIG).is_file()):
         name, why = given[0]
         return f"{name} is for files alone, and {args.source} becomes a checkpoint: {why}"
     return ""

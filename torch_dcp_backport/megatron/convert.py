@@ -1,6 +1,7 @@
-"""Hugging Face files to a sharded checkpoint of Megatron's GPTModel, and back: one process, no model, no GPU.
+"""Hugging Face files to a sharded checkpoint of Megatron's GPTModel, back, and from one grid to another.
 
-Must never hold more than a few buffers of the model, and never leave half a target.
+One process, no model, no GPU. Must never hold more than a few buffers of the model, and never leave half a
+target.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import torch
+
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     Damaged,
@@ -23,6 +26,8 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     Stored,
+    files,
+    load_object,
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import not_whole, opened_alone
@@ -50,6 +55,7 @@ from torch_dcp_backport.megatron._src.agreed import of_a_tower, other_copies
 from torch_dcp_backport.megatron._src.bridge import as_text
 from torch_dcp_backport.megatron._src.cuts import Cut
 from torch_dcp_backport.megatron._src.names import HEAD, VALUE_HEADS
+from torch_dcp_backport.megatron._src.optimizer import carried, is_of_an_optimizer, slabs_of, weight_of
 from torch_dcp_backport.megatron._src.plan import (
     Head,
     Spreading,
@@ -74,7 +80,16 @@ from torch_dcp_backport.megatron._src.stored import (
 )
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import NEW, OLD, InRoom, discarding
-from torch_dcp_backport.transfer import Box, Call, Memory, Problem, TensorInfo, intersection
+from torch_dcp_backport.transfer import (
+    Box,
+    Call,
+    Memory,
+    Problem,
+    TensorInfo,
+    intersection,
+    part_of,
+    whole,
+)
 
 CANNOT_CONVERT = "cannot convert"
 #: Of Megatron-LM: below 2.0 it takes the rows of linear_qkv for those of another order.
@@ -83,6 +98,9 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 IN_BUCKETS = re.compile(r"(^|\.)optimizer\.distributed\.dp_group_idx_\d+\.")
 #: What stands at the top of a sharded checkpoint; hidden files of a file system are nobody's.
 OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
+
+#: A file in a draft, without a name as soon as it is open, and where tensors begin in it.
+SCRATCH, ALIGNED = ".scratch", 64
 
 
 class Found(NamedTuple):
@@ -125,10 +143,12 @@ def convert(
     like: Any = None,
     how: Optional[Export] = None,
     dry_run: bool = False,
+    ep: Optional[int] = None,
 ) -> Converted:
     """Convert Hugging Face files to a sharded checkpoint, or a checkpoint to such files. Not collective.
 
-    The checkpoint is what `GPTModel.sharded_state_dict()` of megatron-core loads, at any TP, PP and EP.
+    The checkpoint is what `GPTModel.sharded_state_dict()` of megatron-core loads, at any TP, PP and EP. With
+    `ep` a checkpoint becomes one whose optimizer loads in another grid.
 
     Args:
         source: a folder with config.json and safetensors, or a sharded checkpoint of a GPTModel, as this
@@ -138,12 +158,16 @@ def convert(
         how: whether the target's content is replaced; for from_pretrained also dtype and size of files.
             None is `Export()`.
         dry_run: only check, and say what would be written.
+        ep: for a checkpoint with the state of Megatron's distributed optimizer: the expert parallel size of
+            the grid that is to load it (1 of a dense model). The target is a checkpoint with the same model,
+            and with the optimizer in the form that loads at any TP, PP and DP
+            ("fully_sharded_model_space"). It has all that the source has.
 
     Raises:
         CheckpointingException: source and config.json do not fit, something is damaged, no room, ...; the
             target is as it was.
     """
-    return converted(source, target, like, how, dry_run)
+    return converted(source, target, like, how, dry_run, ep=ep)
 
 
 def converted(
@@ -153,6 +177,7 @@ def converted(
     how: Optional[Export] = None,
     dry_run: bool = False,
     tell: Callable[[Converted], object] = bool,
+    ep: Optional[int] = None,
 ) -> Converted:
     """Convert as `convert` does.
 
@@ -164,6 +189,15 @@ def converted(
     try:
         to_checkpoint = (folder / CONFIG).is_file()
         check_apart(folder, out)
+        if ep is not None:
+            with Call(CANNOT_CONVERT, "save", ()) as call:
+                call.problems += of_files_alone(like, how or Export())
+                if to_checkpoint:
+                    call.problems.append(Problem("model files have no optimizer", "ep", f"{ep}"))
+                elif isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
+                    call.problems.append(Problem("no number of parts", "ep", f"{ep!r}", "1 or more"))
+                call.settle()
+                return _to_grid(call, folder, out, how or Export(), ep, dry_run, tell)
         if to_checkpoint:
             with Call(CANNOT_CONVERT, "save", ()) as call:
                 call.problems += of_files_alone(like, how or Export())
@@ -246,20 +280,37 @@ def _to_checkpoint(
     tell(result)
     if dry_run:
         return result
-    state = {"tensors": _parts(files, cuts, tensors), "objects": _objects(shape, naming), **COMMON}
+    objects = _objects(shape, naming)
+
+    def state_in(_: Path) -> dict[str, Any]:
+        return {"tensors": _parts(files, cuts, tensors), "objects": objects, **COMMON}
+
+    _write_checkpoint(out, how, state_in, companions_of(folder))
+    return result
+
+
+def _write_checkpoint(
+    out: Path, how: Export, state_in: Callable[[Path], dict[str, Any]], companions: Mapping[str, bytes]
+) -> None:
+    """Write a checkpoint with the small files of a model, out of sight; then it takes its place.
+
+    Args:
+        state_in: returns what is saved; it may make files in the folder that it gets, and has to remove them.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     _check_target(out, how)
     draft = InRoom(room_of(out), out, lambda: _check_target(out, how))
     with discarding(draft):
         try:
             with saving(draft.folder, SaveOptions(must_load=True, is_alone=True)) as saved:
-                saved.set(state)
+                saved.set(state_in(draft.folder))
         except CheckpointingException as error:
             raise CheckpointingException(
                 f"{CANNOT_CONVERT}: {out} is as it was; in {draft.folder}: {error}"
             ) from error
-        (draft.folder / HUGGING_FACE).mkdir()
-        for name, content in companions_of(folder).items():
+        if companions:
+            (draft.folder / HUGGING_FACE).mkdir()
+        for name, content in companions.items():
             path = draft.folder / HUGGING_FACE / name
             path.parent.mkdir(parents=True, exist_ok=True)
             disk.write(path, content)
@@ -268,7 +319,6 @@ def _to_checkpoint(
         draft.take_place(draft.aside if how.overwrite and out.exists() else None)
         disk.sync_folder(out.parent)
     draft.leave()
-    return result
 
 
 def _bytes(infos: Iterable[TensorInfo]) -> int:
@@ -346,6 +396,123 @@ def room_of(out: Path) -> Path:
     return out.parent / f".{out.name}.converting"
 
 
+# --- a checkpoint to one for another grid ---
+
+
+def _to_grid(
+    call: Call,
+    folder: Path,
+    out: Path,
+    how: Export,
+    ep: int,
+    dry_run: bool,
+    tell: Callable[[Converted], object],
+) -> Converted:
+    folder = sharded_in(folder)
+    checkpoint = opened_alone(folder)
+    everything = checkpoint.holds.tensors
+    call.problems += not_whole(checkpoint, everything)
+    call.settle()
+    optimizer = carried(checkpoint, ep)
+    if isinstance(optimizer, list):
+        call.problems += optimizer
+        call.settle()
+        raise AssertionError("there are problems")
+    with call.guard(str(out)):
+        _check_target(out, how)
+    call.settle()
+    copied = {key: stored for key, stored in everything.items() if not is_of_an_optimizer(key)}
+    tensors = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in copied.items()}
+    tensors.update(optimizer.tensors)
+    number = sum(path.suffix == ".distcp" for path in folder.iterdir())
+    everything_in = [TensorInfo(stored.shape, stored.dtype) for stored in everything.values()]
+    places = (folder / HUGGING_FACE, folder.parent / HUGGING_FACE)
+    own = next((place for place in places if (place / CONFIG).is_file()), None)
+    kind = json.loads((own / CONFIG).read_text()).get("model_type", "GPT") if own is not None else "GPT"
+    found = Found("checkpoint", kind, len(everything_in), _bytes(everything_in), number)
+    slabs = (next(slabs_of(weight_of(key), info.shape)).numel for key, info in optimizer.tensors.items())
+    largest = max(slabs, default=0) * torch.float32.itemsize
+    result = Converted("checkpoint", tensors, {}, {}, found, optimizer.held + largest)
+    tell(result)
+    if dry_run:
+        return result
+    call.tally.meter.expect(lambda: result.nbytes)
+    reader = RecordReader(folder, checkpoint.holds.is_ours)
+
+    def state_in(room: Path) -> dict[str, Any]:
+        memory = in_a_file(room / SCRATCH, tensors)
+        parts = []
+        for key, stored in copied.items():
+            for chunk in stored.chunks:
+                target = part_of(memory[key], whole(stored.shape), chunk.box)
+                reader.read([Read(key, chunk, chunk.box, stored.dtype, target, chunk.box)])
+                call.tally.meter.add(target.nbytes)
+                parts.append(
+                    ShardedTensor(
+                        key, target, stored.dtype, chunk.box.size, stored.shape, chunk.box.offset, None
+                    )
+                )
+        optimizer.fill(memory, call.tally.meter.add)
+        parts += optimizer.parts(memory)
+        return {**optimizer.common, "parts of a conversion": [*parts, *objects_of(checkpoint, reader)]}
+
+    _write_checkpoint(out, how, state_in, {} if own is None else companions_of(own))
+    return result
+
+
+def sharded_in(folder: Path) -> Path:
+    """Return the folder of the sharded checkpoint in a folder: itself, or the one that managers make in it.
+
+    Raises:
+        CheckpointingException: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointingException(f"{CANNOT_CONVERT}: {folder} is no folder")
+    return folder / SHARDED if (folder / SHARDED).is_dir() else folder
+
+
+def in_a_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+    """Return tensors in a file that nothing names any more: their pages are the disk's, not the process's.
+
+    Raises:
+        OSError: no room.
+    """
+    starts, length = {}, 0
+    for key, info in infos.items():
+        starts[key] = length
+        length += -(-nbytes_of(info) // ALIGNED) * ALIGNED
+    fd = disk.create(path)
+    try:
+        files.reserve(fd, length)
+        os.ftruncate(fd, length)
+        memory = torch.from_file(str(path), shared=True, size=length, dtype=torch.uint8)
+    finally:
+        os.close(fd)
+        os.unlink(path)
+    return {
+        key: memory[starts[key] : starts[key] + nbytes_of(info)].view(info.dtype).view(info.shape)
+        for key, info in infos.items()
+    }
+
+
+def objects_of(checkpoint: Opened, reader: RecordReader) -> Iterator[ShardedObject]:
+    """Yield the objects of a checkpoint that are not of its optimizer.
+
+    Raises:
+        CheckpointingException: an object of a class that is not known to be harmless.
+    """
+    for key, place in checkpoint.holds.objects.items():
+        # The last is the common state of newer releases, which has been read.
+        if is_of_an_optimizer(key) or key.startswith("common_state/"):
+            continue
+        part = ShardedObject.empty_from_unique_key(key)
+        try:
+            part.data = load_object(reader.read_object(place), key, trust=False)
+        except (Damaged, OSError) as error:
+            raise CheckpointingException(f"{checkpoint.folder}: {error}") from error
+        yield part
+
+
 # --- a checkpoint to Hugging Face files ---
 
 
@@ -358,9 +525,7 @@ def _to_files(
     dry_run: bool,
     tell: Callable[[Converted], object],
 ) -> Converted:
-    if not folder.is_dir():
-        raise CheckpointingException(f"{CANNOT_CONVERT}: {folder} is no folder")
-    folder = folder / SHARDED if (folder / SHARDED).is_dir() else folder
+    folder = sharded_in(folder)
     checkpoint = opened_alone(folder)
     places = (folder / HUGGING_FACE, folder.parent / HUGGING_FACE)
     own = next((place for place in places if (place / CONFIG).is_file()), None)
@@ -410,17 +575,17 @@ def why_left(key: str, shape: Shape) -> str:
     """Return why a thing of a checkpoint of a model has no place in Hugging Face files."""
     if IN_BUCKETS.search(key):
         return (
-            "the distributed optimizer's buckets, which only the TP x PP that wrote them can read; load them "
-            "there, and save with the sharding type fully_sharded_model_space for another one"
+            "the distributed optimizer's buckets, which files have no place for; a conversion with ep= "
+            "(--ep) makes a checkpoint that has it for any TP, PP and EP"
         )
     found = OPTIMIZER.search(key)
     if found:
         # Above EP 1 Megatron splits a sparse model's in two, which no load puts together.
         sizes = "TP, PP and EP"
         if found[2].startswith("chained_"):
-            sizes = "TP and PP, and any EP above 1"
+            sizes = "TP and PP, and any EP above 1; for EP 1 convert it with ep= (--ep)"
         elif shape.experts:
-            sizes = "TP and PP at EP 1"
+            sizes = "TP and PP at EP 1; for another EP convert it with ep= (--ep)"
         return f"the optimizer's, which files have no place for; the checkpoint has it for any {sizes}"
     return "not the model's, or a second name"
 

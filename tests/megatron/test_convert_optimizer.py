@@ -1,0 +1,327 @@
+"""`convert` with `ep`: what it says of optimizers in a checkpoint, in one process and without megatron-core.
+
+The buckets are made here, in Megatron's order; test_megatron_distributed.py has those of Megatron itself.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoders import Decoder, write_folder
+from values import value_of
+
+from torch_dcp_backport import hf
+from torch_dcp_backport.__main__ import main
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    save,
+    verify,
+)
+from torch_dcp_backport.megatron.convert import convert
+
+LAYERS = 2
+LAYER = "decoder.layers."
+EXPERTS = f"{LAYER}mlp.experts.experts."
+#: As TransformerEngine's modules list them.
+SHAPES = {
+    "embedding.word_embeddings.weight": (8, 4),
+    f"{LAYER}self_attention.linear_proj.weight": (4, 4),
+    f"{LAYER}self_attention.linear_qkv.layer_norm_weight": (4,),
+    f"{LAYER}self_attention.linear_qkv.weight": (8, 4),
+    f"{LAYER}self_attention.q_layernorm.weight": (4,),
+    f"{LAYER}self_attention.k_layernorm.weight": (4,),
+    f"{LAYER}mlp.linear_fc1.layer_norm_weight": (4,),
+    f"{LAYER}mlp.linear_fc1.weight": (16, 4),
+    f"{LAYER}mlp.linear_fc2.weight": (4, 8),
+    "decoder.final_layernorm.weight": (4,),
+    "output_layer.weight": (8, 4),
+}
+STATES = ("param", "exp_avg", "exp_avg_sq")
+GROUP = "optimizer.distributed.dp_group_idx_0."
+ALL_GROUPS = {"lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, "lr": 0.1}
+GROUPS: list[dict[str, Any]] = [{"wd_mult": mult, **ALL_GROUPS} for mult in (1.0, 0.0)]
+
+
+def states() -> dict[str, dict[str, torch.Tensor]]:
+    """State -> key of the model -> its values; in bfloat16 all norms are 1, and alike."""
+    made: dict[str, dict[str, torch.Tensor]] = {}
+    for state in STATES:
+        for key, shape in SHAPES.items():
+            full = ((LAYERS,) if key.startswith(LAYER) else ()) + shape
+            values = value_of(f"{state} {key}", full)
+            is_norm = state == "param" and "norm" in key
+            made.setdefault(state, {})[key] = 1 + values.clamp(-1, 1) / 2000 if is_norm else values
+    return made
+
+
+#: (Key, place in it) of parameters.
+Listed = list[tuple[str, Any]]
+
+
+def in_order() -> Listed:
+    """The parameters in the order of the model."""
+    inner = [key for key in SHAPES if key.startswith(LAYER)]
+    listed: Listed = [("embedding.word_embeddings.weight", ...)]
+    listed += [(key, layer) for layer in range(LAYERS) for key in inner]
+    return [*listed, ("decoder.final_layernorm.weight", ...), ("output_layer.weight", ...)]
+
+
+def gathered(of: dict[str, dict[str, torch.Tensor]], *chunks: Listed) -> dict[Any, Any]:
+    """The buckets of the ranks of one TP x PP, as Megatron gathers them: each begins at a multiple of 64."""
+    buckets: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, chunk in enumerate(chunks or [in_order()]):
+        flat: dict[str, list[torch.Tensor]] = {state: [] for state in STATES}
+        for key, place in reversed(chunk):
+            for state in STATES:
+                used = sum(map(len, flat[state]))
+                flat[state] += [torch.zeros(-used % 64), of[state][key][place].reshape(-1)]
+        tensors: dict[str, Any] = {state: torch.cat(parts) for state, parts in flat.items()}
+        tensors["numel_unpadded"] = len(tensors["param"])
+        buckets[number] = {(torch.bfloat16, torch.float32): tensors}
+    return buckets
+
+
+def saved(
+    folder: Path, model: dict[str, torch.Tensor], bucket: Any, kind: str = "dp_zero_gather_scatter"
+) -> str:
+    folder.mkdir()
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model.items()]
+    objects = [
+        ShardedObject(f"{GROUP}{name}", value, (1,), (0,))
+        for name, value in (("optimizer", {"param_groups": GROUPS}), ("param_state", bucket))
+    ]
+    objects += [
+        ShardedObject("decoder.x._extra_state", io.BytesIO(b"abc"), (2,), (place,)) for place in (0, 1)
+    ]
+    beside = ShardedObject("rng_state", {"seed": 3}, (1, 1), (0, 0))
+    common = {"optimizer": {"param_state_sharding_type": kind}, "iteration": 7}
+    save({"parts": parts, "objects": objects, "rng": beside, **common}, folder)
+    return str(folder)
+
+
+def model_of(of: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: value.to(torch.bfloat16) for key, value in of["param"].items()}
+
+
+def is_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """The states of an optimizer are stored as flattened layers."""
+    return torch.equal(left.flatten(), right.flatten())
+
+
+def test_parameters_that_are_equal_in_the_model_keep_their_own_states(tmp_path):
+    of = states()
+    model = model_of(of)
+    assert {float(value) for key in model if "norm" in key for value in model[key].flatten()} == {1.0}
+    source = saved(tmp_path / "source", model, gathered(of))
+    plan = convert(source, tmp_path / "out", ep=1, dry_run=True)
+    assert not (tmp_path / "out").exists()
+    assert plan == convert(source, tmp_path / "out", ep=1)
+    assert verify(tmp_path / "out") == []
+    names = dict(zip(STATES, ("fp32_param", "exp_avg", "exp_avg_sq")))
+    wanted = {f"optimizer.state.{names[state]}.{key}": of[state][key] for state in STATES for key in SHAPES}
+    got = load_plain_tensors(tmp_path / "out")
+    assert set(got) - {"optimizer", "iteration"} == {*wanted, *model} == set(plan.tensors)
+    assert [key for key, value in {**wanted, **model}.items() if not is_equal(got[key], value)] == []
+    wants = ("rng_state", (1, 1), (0, 0)), *(("decoder.x._extra_state", (2,), (place,)) for place in (0, 1))
+    beside = load({"them": [ShardedObject(key, None, *place) for key, *place in wants]}, tmp_path / "out")
+    assert beside["them"][0] == {"seed": 3}
+    assert [state.getvalue() for state in beside["them"][1:]] == [b"abc", b"abc"]
+    common = load_common_state_dict(tmp_path / "out")
+    assert common["iteration"] == 7
+    assert common["optimizer"]["optimizer"]["param_groups"] == GROUPS
+    assert common["optimizer"]["param_state_sharding_type"] == "fully_sharded_model_space"
+
+
+def test_virtual_stages_have_buckets_of_their_own(tmp_path):
+    listed = in_order()
+    middle = 1 + (len(listed) - 3) // LAYERS
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF, listed[:middle], listed[middle:]))
+    convert(source, tmp_path / "out", ep=1)
+    got = load_plain_tensors(tmp_path / "out")
+    assert all(is_equal(got[f"optimizer.state.exp_avg.{key}"], OF["exp_avg"][key]) for key in SHAPES)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["one module for each", "one module for all"])
+def test_experts_are_found_in_the_order_of_either_kind_of_modules(tmp_path, is_grouped):
+    router, matrices = (
+        f"{LAYER}mlp.router.weight",
+        [f"{EXPERTS}linear_fc{number}.weight" for number in (1, 2)],
+    )
+    shapes = {router: (LAYERS, 4, 8), matrices[0]: (LAYERS, 4, 6, 8), matrices[1]: (LAYERS, 4, 8, 3)}
+    of = {
+        state: {key: value_of(f"{state} {key}", shape) for key, shape in shapes.items()} for state in STATES
+    }
+    (tmp_path / "source").mkdir()
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model_of(of).items()]
+    groups = {"chained_0.optimizer.distributed.dp_group_idx_0": [(router, layer) for layer in range(LAYERS)]}
+    for rank in (0, 1):
+        own = [2 * rank, 2 * rank + 1]
+        pairs = [(key, expert) for key in matrices for expert in own]
+        if not is_grouped:
+            pairs = [(key, expert) for expert in own for key in matrices]
+        groups[f"chained_1.optimizer.distributed.dp_group_idx_{rank}"] = [
+            (key, (layer, expert)) for layer in range(LAYERS) for key, expert in pairs
+        ]
+    objects = [
+        ShardedObject(f"{group}.{name}", value, (1,), (0,))
+        for group, listed in groups.items()
+        for name, value in (
+            ("param_state", gathered(of, listed)),
+            ("optimizer", {"param_groups": GROUPS[:1]}),
+        )
+    ]
+    nodes = {number: {"param_state_sharding_type": "dp_zero_gather_scatter"} for number in (0, 1)}
+    save({"parts": parts, "objects": objects, "optimizer": nodes}, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "ep", ep=4)
+    convert(tmp_path / "source", tmp_path / "alone", ep=1)
+    for folder, prefixes in (("ep", ("chained_0.", "chained_1.")), ("alone", ("", ""))):
+        got = load_plain_tensors(tmp_path / folder)
+        for key in shapes:
+            name = f"{prefixes[key != router]}optimizer.state.exp_avg_sq.{key}"
+            assert is_equal(got[name], of["exp_avg_sq"][key])
+
+
+def another(model: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]:
+    """The same model but for the last element of a tensor."""
+    changed = model[key].clone()
+    changed.view(-1)[-1] += 1
+    return {**model, key: changed}
+
+
+OF = states()
+FC2 = f"{LAYER}mlp.linear_fc2.weight"
+NORM = "decoder.final_layernorm.weight"
+CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
+    "weights of another step": (
+        another(model_of(OF), FC2),
+        gathered(OF),
+        "dp_zero_gather_scatter",
+        rf"dp_group_idx_0, buffer 0 is not known: up to element 68 of \d+ .*{FC2}",
+    ),
+    "a parameter that is not trained": (
+        model_of(OF),
+        gathered(OF, [one for one in in_order() if one[0] != NORM]),
+        "dp_zero_gather_scatter",
+        rf"not in the optimizer's buckets: {NORM} \(expected 4, got 0 elements\)",
+    ),
+    "a parameter without a known place": (
+        {**model_of(OF), f"{LAYER}mlp.another.weight": torch.ones(LAYERS, 4)},
+        gathered(OF),
+        "dp_zero_gather_scatter",
+        "mlp.another.weight of .* not known where Megatron lists",
+    ),
+    "an older form": (model_of(OF), {0: {}}, "dp_zero_gather_scatter", "in the form of before 2024"),
+    "an unknown form": (
+        model_of(OF),
+        gathered(OF),
+        "by_colour",
+        r"param_state_sharding_type \['by_colour'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_that_cannot_be_carried_is_refused_by_name(tmp_path, case):
+    model, bucket, kind, says = CASES[case]
+    source = saved(tmp_path / "source", model, bucket, kind)
+    with pytest.raises(CheckpointingException, match=says):
+        convert(source, tmp_path / "out", ep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_what_needs_no_conversion_or_has_no_sense_is_refused(tmp_path):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    with pytest.raises(CheckpointingException, match=r"the model has no experts: ep \(2\)"):
+        convert(source, tmp_path / "out", ep=2)
+    with pytest.raises(CheckpointingException, match=r"no number of parts: ep \(expected 1 or more, got 0\)"):
+        convert(source, tmp_path / "out", ep=0)
+    with pytest.raises(CheckpointingException, match="keeps the dtypes of the files: dtype"):
+        convert(source, tmp_path / "out", ep=1, how=hf.Export(torch.float32))
+    convert(source, tmp_path / "out", ep=1)
+    with pytest.raises(CheckpointingException, match="any TP, PP and DP, and EP 1, as it is"):
+        convert(tmp_path / "out", tmp_path / "again", ep=1)
+    decoder = Decoder()
+    write_folder(tmp_path / "hf", decoder, decoder.tensors())
+    with pytest.raises(CheckpointingException, match="model files have no optimizer: ep"):
+        convert(tmp_path / "hf", tmp_path / "again", ep=1)
+    convert(tmp_path / "hf", tmp_path / "model")
+    with pytest.raises(CheckpointingException, match="no state of Megatron's distributed optimizer"):
+        convert(tmp_path / "model", tmp_path / "again", ep=1)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_damaged_byte_is_an_error_and_leaves_nothing(tmp_path):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    (path,) = Path(source).glob("*.distcp")
+    # Of the first record's values, and of the buckets at the end.
+    for place in (600, path.stat().st_size - 20000):
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CheckpointingException, match=r"wrong checksum"):
+            convert(source, tmp_path / "out", ep=1)
+        data[place] ^= 1
+        path.write_bytes(data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+EXPERT = f"{EXPERTS}linear_fc2.weight"
+
+
+def sparse(folder: Path, groups: list[dict[str, Any]]) -> Path:
+    """A checkpoint at EP 1 of a model of four experts a layer, in the shapes of the model."""
+    folder.mkdir()
+    values = {f"optimizer.state.{state}.{EXPERT}": value_of(state, (LAYERS, 4, 3, 2)) for state in STATES}
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()]
+    parts.append(ShardedTensor.from_rank_offsets(EXPERT, value_of("model", (LAYERS, 4, 3, 2))))
+    node = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_sharded_model_space"}
+    save({"parts": parts, "training": {"optimizer": node}}, folder)
+    return folder
+
+
+def test_experts_get_an_optimizer_of_their_own_and_give_it_back(tmp_path):
+    source = sparse(tmp_path / "source", GROUPS)
+    with pytest.raises(CheckpointingException, match=r"4 experts are not dealt out to equal parts: ep \(3\)"):
+        convert(source, tmp_path / "ep", ep=3)
+    convert(source, tmp_path / "ep", ep=2)
+    assert {f"chained_1.optimizer.state.exp_avg.{EXPERT}"} <= set(load_plain_tensors(tmp_path / "ep"))
+    nodes = load_common_state_dict(tmp_path / "ep")["training"]["optimizer"]
+    assert nodes[0]["optimizer"]["param_groups"] == GROUPS
+    assert nodes[1]["optimizer"]["param_groups"] == [{**GROUPS[0], "is_expert_parallel": True}]
+    convert(tmp_path / "ep", tmp_path / "back", ep=1)
+    before, after = load_plain_tensors(source), load_plain_tensors(tmp_path / "back")
+    assert before.pop("training") == after.pop("training")
+    assert set(before) == set(after)
+    assert all(is_equal(before[key], after[key]) for key in before)
+
+
+def test_experts_in_a_group_that_cannot_be_told_are_refused(tmp_path):
+    source = sparse(tmp_path / "source", [*GROUPS, {**GROUPS[0], "lr_mult": 2.0}])
+    with pytest.raises(CheckpointingException, match=r"which of 3 parameter groups .*lr_mult 2\.0"):
+        convert(source, tmp_path / "ep", ep=2)
+
+
+def test_the_command_carries_an_optimizer(tmp_path, capsys):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    assert main(["convert", source, str(tmp_path / "out"), "--ep", "1"]) == 0
+    numel = sum(math.prod(value.shape) for value in model_of(OF).values())
+    said = capsys.readouterr().out
+    assert f"{4 * len(SHAPES)} tensors, {numel * 14 / 1024:.1f} KiB" in said
+    assert main(["convert", source, str(tmp_path / "no"), "--ep", "none"]) == 2
+    assert "--ep none: no number of parts" in capsys.readouterr().err
+    assert main(["convert", source, str(tmp_path / "no"), "--ep", "1", "--dtype", "float32"]) == 2
+    assert "--dtype is for files alone" in capsys.readouterr().err
+    decoder = Decoder()
+    write_folder(tmp_path / "hf", decoder, decoder.tensors())
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "no"), "--ep", "1"]) == 2
+    assert "which have no optimizer" in capsys.readouterr().err
