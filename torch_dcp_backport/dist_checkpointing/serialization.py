@@ -34,7 +34,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split, table_of
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
     refuse_strategies,
@@ -45,7 +45,6 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     check_digests,
     parse_strict_flag,
     read_digests,
-    table_of,
 )
 from torch_dcp_backport.transfer import Attempt, Group, gc_context
 

@@ -300,7 +300,9 @@ class FSDPCheckpointManager(ShardedManager):
                 halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
-            self.agree_on_save(call, folder)
+            with at_first(call, Topic("writing the configuration"), common=self.save_settings()) as meeting:
+                if meeting.decides:
+                    self.write_configuration(folder / HUGGING_FACE)
             halves = united(call, own)
         if self.should_save_ours:
             with self.saving_state(folder / SHARDED, step) as parts:
