@@ -97,6 +97,7 @@ from torch_dcp_backport.transfer._src.settings import Bar as Bar, Line as Line, 
 from torch_dcp_backport.transfer._src.report import Phase as Phase, Tally as Tally
 from torch_dcp_backport.transfer._src.scatter import Offer as Offer, Reader as Reader
 from torch_dcp_backport.transfer._src.spread import (
+    Along as Along,
     Boxes as Boxes,
     holders_of as holders_of,
     intersection as intersection,
