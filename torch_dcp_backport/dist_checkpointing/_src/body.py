@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcp_backport.dist_checkpointing._src import files
 from torch_dcp_backport.publish import disk
 
 # --- sums of parts ---
@@ -397,7 +396,7 @@ class Sink:
     def put_large(self, data: memoryview) -> None:
         """Write data at once, not as `put`; its checksum is counted by `fill`."""
         self.flush()
-        files.write_all(self.fd, data, self._flushed)
+        disk.write_all(self.fd, data, self._flushed)
         self._flushed += data.nbytes
 
     def skip(self, nbytes: int) -> int:
@@ -408,10 +407,10 @@ class Sink:
 
     def fill(self, data: bytes, at: int, behind: int) -> None:
         """Fill the room, with `behind` as the checksum of the data that was put behind it."""
-        files.write_all(self.fd, data, at)
+        disk.write_all(self.fd, data, at)
         self.crc = combined(zlib.crc32(data, self.crc), behind, self.end - at - len(data))
 
     def flush(self) -> None:
-        files.write_all(self.fd, self._waiting, self._flushed)
+        disk.write_all(self.fd, self._waiting, self._flushed)
         self._flushed += len(self._waiting)
         self._waiting = bytearray()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src import files, integrity
+from torch_dcp_backport.dist_checkpointing._src import integrity
 from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, Sink, blocks_in
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.publish import disk
@@ -99,7 +99,7 @@ def new_file(path: Path, nbytes: int) -> Iterator[int]:
     disk.step(f"create {path.name}")
     fd = disk.create(path)
     try:
-        files.reserve(fd, nbytes)
+        disk.reserve(fd, nbytes)
         yield fd
         disk.step(f"sync {path.name}")
         os.fsync(fd)
