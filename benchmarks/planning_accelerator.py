@@ -30,10 +30,11 @@ from torch_dcp_backport.transfer import Agreement, Box, Call, Held, Mesh, Target
 from torch_dcp_backport.transfer._src.engine import Engine
 from torch_dcp_backport.transfer._src.gather import engine_of
 from torch_dcp_backport.transfer._src.layout import layout_at
+from torch_dcp_backport.transfer._src.memory import part_of
 from torch_dcp_backport.transfer._src.plan import WantTable
 from torch_dcp_backport.transfer._src.scatter import Offer, Scatter
 from torch_dcp_backport.transfer._src.settings import DEFAULT
-from torch_dcp_backport.transfer._src.staging import Staging, part_of
+from torch_dcp_backport.transfer._src.staging import Staging
 
 #: Bytes a second: what a broadcast reaches within a host of eight H100, and one 400G NIC.
 WIRES = {"NVLink": 200e9, "400G": 45e9}

@@ -4,19 +4,25 @@
     python3 tools/lanes.py run 2.6 -- python tools/trace_path.py [--list save_checkpoint]
 
 Two ranks over gloo make each call once; what ran on either of them counts. A caller is the nearest frame of
-the package, so that callbacks through torch count. Comprehensions are part of the function around them.
+the package, so that callbacks through torch count. Comprehensions are part of the function around them. With
+`--list` each function has the number of its calls on the first rank; a generator is called for each value.
+
+The same on every run: no collector runs meanwhile, and the import hook, which depends on what was imported
+before, does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = str(ROOT / "torch_dcp_backport") + os.sep
+#: What runs when something is imported.
+IMPORTS = PACKAGE + "activation" + os.sep
 INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 WORLD = 2
 
@@ -33,12 +41,13 @@ class Trace:
     """The calls of one process, of all its threads."""
 
     def __init__(self) -> None:
-        self.functions: set[CodeType] = set()
+        self.calls: Counter[CodeType] = Counter()
         self.edges: set[tuple[str, str]] = set()
         self.depth = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        gc.disable()
         threading.setprofile(self.see)
         sys.setprofile(self.see)
         try:
@@ -46,15 +55,16 @@ class Trace:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+            gc.enable()
 
     def see(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(PACKAGE) or code.co_name in INLINE:
+        if event != "call" or not counts(code):
             return
-        self.functions.add(code)
+        self.calls[code] += 1
         depth, caller, outer = 1, None, frame.f_back
         while outer is not None:
-            if outer.f_code.co_filename.startswith(PACKAGE) and outer.f_code.co_name not in INLINE:
+            if counts(outer.f_code):
                 caller = caller or outer.f_code
                 depth += 1
             outer = outer.f_back
@@ -65,12 +75,23 @@ class Trace:
     def to_plain(self) -> dict[str, Any]:
         return {
             "functions": sorted(
-                [code.co_filename[len(PACKAGE) :], code.co_firstlineno, name_of(code), is_closure(code)]
-                for code in self.functions
+                [
+                    code.co_filename[len(PACKAGE) :],
+                    code.co_firstlineno,
+                    name_of(code),
+                    is_closure(code),
+                    count,
+                ]
+                for code, count in self.calls.items()
             ),
             "edges": sorted([a[len(PACKAGE) :], b[len(PACKAGE) :]] for a, b in self.edges),
             "depth": self.depth,
         }
+
+
+def counts(code: CodeType) -> bool:
+    path = code.co_filename
+    return path.startswith(PACKAGE) and not path.startswith(IMPORTS) and code.co_name not in INLINE
 
 
 def name_of(code: CodeType) -> str:
@@ -204,7 +225,9 @@ def main() -> None:
         results = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(WORLD)]
     print(f"{'call':34} {'files':>5} {'functions':>9} {'depth':>5} {'closures':>8} {'both ways':>9}")
     for name in CALLS:
-        functions = {tuple(each) for result in results for each in result[name]["functions"]}
+        listed = [(tuple(each), count) for *each, count in results[0][name]["functions"]]
+        others = [tuple(each) for result in results[1:] for *each, _ in result[name]["functions"]]
+        functions = {**dict.fromkeys(others, 0), **dict(listed)}
         edges = {tuple(each) for result in results for each in result[name]["edges"]}
         pairs = sorted({tuple(sorted(edge)) for edge in edges if edge[::-1] in edges})
         files = {path for path, *_ in functions}
@@ -212,8 +235,9 @@ def main() -> None:
         closures = sum(is_closure for *_, is_closure in functions)
         print(f"{name:34} {len(files):5} {len(functions):9} {depth:5} {closures:8} {len(pairs):9}")
         if args.list == name:
-            for path, line, function, _ in sorted(functions):
-                print(f"    {path}:{line} {function}")
+            for path, line, function, closure in sorted(functions):
+                count = functions[path, line, function, closure]
+                print(f"    {count:5} {path}:{line} {function}")
             for pair in pairs:
                 print("    both ways:", *pair)
 

@@ -21,8 +21,7 @@ from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import commands
 from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
-from torch_dcp_backport.checkpoint._src.policies import keeping
-from torch_dcp_backport.checkpoint._src.retention import Retention
+from torch_dcp_backport.checkpoint._src.retention import Retention, keeping
 from torch_dcp_backport.publish import disk, drafts
 
 

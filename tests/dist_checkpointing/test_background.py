@@ -462,14 +462,14 @@ def test_it_holds_one_copy_and_lets_it_go(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys, threading, time, torch
 from torch_dcp_backport.dist_checkpointing import ShardedTensor, save
-from torch_dcp_backport.dist_checkpointing import files
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-native, writing = files.reserve, threading.Event()
+native, writing = disk.reserve, threading.Event()
 def slow(*args):
     writing.set()
     time.sleep(float(sys.argv[2]))
     native(*args)
-files.reserve = slow
+disk.reserve = slow
 queue = AsyncCallsQueue()
 queue.schedule_async_request(
     save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(9))}, sys.argv[1], async_sharded_save=True)

@@ -265,19 +265,19 @@ def failing_write(room: Any, folder: str, number: int) -> str:
     """One rank's disk is full: before the first byte, or in the middle."""
     import errno
 
-    from torch_dcp_backport.dist_checkpointing._src import files
+    from torch_dcp_backport.publish import disk
 
-    real = files.reserve, files.write_all
+    real = disk.reserve, disk.write_all
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if dist.get_rank() == 2:
-        setattr(files, ("reserve", "write_all")[number], full)
+        setattr(disk, ("reserve", "write_all")[number], full)
     try:
         return error_of(lambda: room.save({"value": rows(dist.get_rank())}, folder))
     finally:
-        files.reserve, files.write_all = real
+        disk.reserve, disk.write_all = real
 
 
 @pytest.mark.parametrize("number", [0, 1])

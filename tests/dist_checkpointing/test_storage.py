@@ -112,9 +112,9 @@ def fails(api: Any, folder: Path) -> str:
         def full(fd: int, length: int) -> None:
             raise OSError(28, "No space left on device")
 
-        from torch_dcp_backport.dist_checkpointing._src import files
+        from torch_dcp_backport.publish import disk
 
-        files.reserve = full
+        disk.reserve = full
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state_of(model, optimizer), storage_writer=CheckedWriter(folder))
     dist.barrier()

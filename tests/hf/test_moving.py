@@ -13,8 +13,8 @@ from torch_dcp_backport.transfer._src import staging
 from torch_dcp_backport.transfer._src.exchange import Route
 from torch_dcp_backport.transfer._src.layout import whole
 from torch_dcp_backport.transfer._src.memories import Memories, move
+from torch_dcp_backport.transfer._src.memory import part_of
 from torch_dcp_backport.transfer._src.spread import Boxes
-from torch_dcp_backport.transfer._src.staging import part_of
 
 WIDTH = 64
 

@@ -17,8 +17,8 @@ from torch_dcp_backport.megatron._src.names import EMBED, STYLES, hf_keys
 from torch_dcp_backport.megatron._src.shape import misfits, shape_of
 from torch_dcp_backport.megatron.families import family_of
 from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.memory import part_of
 from torch_dcp_backport.transfer._src.spread import overlaps
-from torch_dcp_backport.transfer._src.staging import part_of
 
 
 @st.composite

@@ -23,9 +23,10 @@ from torch_dcp_backport.transfer._src import lanes, meet, wire
 from torch_dcp_backport.transfer._src.consensus import share_findings
 from torch_dcp_backport.transfer._src.exchange import Route
 from torch_dcp_backport.transfer._src.memories import Memories, move
+from torch_dcp_backport.transfer._src.memory import part_of
 from torch_dcp_backport.transfer._src.scatter import PLAN_BYTES
 from torch_dcp_backport.transfer._src.spread import Boxes, intersection
-from torch_dcp_backport.transfer._src.staging import Staging, part_of
+from torch_dcp_backport.transfer._src.staging import Staging
 
 KINDS = list(test_transfer.PLACEMENTS)
 #: Bytes: an element at a time, some of the tensors at a time, all at once.

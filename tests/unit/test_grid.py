@@ -15,8 +15,9 @@ from torch_dcp_backport.transfer import Box, Layout, Mesh
 from torch_dcp_backport.transfer._src.chunks import chunk_bytes, chunks, cut_of
 from torch_dcp_backport.transfer._src.grid import grids_of, largest_block, moves_of
 from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.memory import part_of
 from torch_dcp_backport.transfer._src.spread import intersection
-from torch_dcp_backport.transfer._src.staging import Views, part_of
+from torch_dcp_backport.transfer._src.staging import Views
 
 Placement = Optional[tuple[int, int]]
 

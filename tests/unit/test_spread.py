@@ -14,9 +14,11 @@ from torch_dcp_backport.transfer import Box, Layout, Mesh
 from torch_dcp_backport.transfer._src.exchange import ExchangePlan, Route
 from torch_dcp_backport.transfer._src.layout import whole
 from torch_dcp_backport.transfer._src.spread import (
+    Along,
     Boxes,
     Spread,
     holders_of,
+    intersection,
     problems_of_spreads,
     spread_of,
     ways_of,
@@ -52,6 +54,24 @@ def pairs(draw: Any) -> tuple[Spread, Spread]:
     every = Layout(shape)
     have = draw(layouts(shape) | lists(shape, True) | st.just(every))
     return have, draw(layouts(shape) | lists(shape, False) | st.just(every))
+
+
+@st.composite
+def boxes_in(draw: Any, shape: tuple[int, ...]) -> Box:
+    ends = [sorted((draw(st.integers(0, extent)), draw(st.integers(0, extent)))) for extent in shape]
+    return Box(tuple(start for start, _ in ends), tuple(stop - start for start, stop in ends))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_what_is_found_along_an_axis_is_what_a_look_at_every_box_finds(data: Any) -> None:
+    boxes = boxes_in(tuple(data.draw(st.lists(st.integers(1, 7), max_size=3))))
+    some, asked = data.draw(st.lists(boxes, max_size=12)), data.draw(boxes)
+    items = dict(enumerate(some))
+    found = list(Along(items, items.__getitem__).common(asked))
+    every = {number: intersection(box, asked) for number, box in items.items()}
+    assert dict(found) == {number: common for number, common in every.items() if common is not None}
+    assert len(found) == len(dict(found))
 
 
 @settings(deadline=None, max_examples=300)

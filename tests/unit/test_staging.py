@@ -10,7 +10,8 @@ import torch
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer._src.chunks import Piece
 from torch_dcp_backport.transfer._src.layout import whole
-from torch_dcp_backport.transfer._src.staging import Staging, Views, part_of
+from torch_dcp_backport.transfer._src.memory import part_of
+from torch_dcp_backport.transfer._src.staging import Staging, Views
 
 
 class FromOne(torch.Tensor):

@@ -31,7 +31,6 @@ from torch_dcp_backport.dist_checkpointing.serialization import (
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
 # isort: off
 from torch_dcp_backport.dist_checkpointing._src import (
-    files as files,
     param_groups as param_groups,
     values as values,
 )

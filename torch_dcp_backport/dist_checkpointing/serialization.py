@@ -34,7 +34,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split, table_of
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
     refuse_strategies,
@@ -45,7 +45,6 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     check_digests,
     parse_strict_flag,
     read_digests,
-    table_of,
 )
 from torch_dcp_backport.transfer import Attempt, Group, gc_context
 
@@ -201,18 +200,20 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
     absent = [part.key for part in parts.tensors if part.data is None]
     if absent:
         raise CheckpointingException(f"tensors without data: {', '.join(absent)}")
+    # Once: the whole structure is walked for it.
+    common = parts.common
     return Saving(
         folder,
         table_of(parts.tensors, parts.objects),
         [boxed(part, part.data) for part in parts.tensors if part.data is not None],
         [part.data for part in parts.objects],
-        {**parts.common, **options.beside()},
+        {**common, **options.beside()},
         options.is_checked,
         options.is_balanced,
         options.must_load,
         options.is_hashed,
         options.written,
-        options.compared(parts.common),
+        options.compared(common),
         options.strict_common,
     )
 

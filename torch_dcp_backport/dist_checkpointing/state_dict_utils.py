@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import UserList, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
+from torch_dcp_backport.dist_checkpointing._src import sharded_tensor
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.table import ObjectRow, Row, RowTable
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import (
     Path,
@@ -29,7 +31,9 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
     apply_factory_merges,
+    is_main_replica,
 )
+from torch_dcp_backport.transfer import Box
 
 
 class Split(NamedTuple):
@@ -92,6 +96,33 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
                 f"{what} is in a {type(value).__name__} at {name}; put it in a list or a dict"
             )
     return result
+
+
+def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
+    """Return the row of a tensor's part, which is all that other ranks need of it.
+
+    Args:
+        is_folded: a flattened range gets the row that a checkpoint has; else that of its box.
+    """
+    box, shape, original = Box(tuple(part.global_offset), part.box_size), tuple(part.global_shape), None
+    run = part.flattened_range
+    if run is not None and is_folded:
+        assert part.axis_fragmentations is not None, "it was validated"
+        original, shape = shape, sharded_tensor.folded_shape(tuple(part.axis_fragmentations), box.numel)
+        box = sharded_tensor.folded(part.local_chunk_offset_in_global(), run.start, run.stop)
+    main = is_main_replica(part.replica_id)
+    return Row(part.key, part.dtype, shape, box.offset, box.size, main, part.mesh, original)
+
+
+def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> RowTable:
+    """Return this rank's table: the rows of its parts."""
+    return RowTable(
+        [row_of(part) for part in tensors],
+        [
+            ObjectRow(part.key, part.unique_key, tuple(part.global_shape), is_main_replica(part.replica_id))
+            for part in objects
+        ],
+    )
 
 
 def built_of(value: Any) -> Any:

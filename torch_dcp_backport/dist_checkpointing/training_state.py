@@ -191,13 +191,14 @@ def united(call: Call, made: Attempt[dict[str, Any]]) -> dict[str, Any]:
     return together
 
 
-def are_alike(call: Call, value: object, topic: Topic) -> bool:
+def are_alike(call: Call, value: Attempt[Any], topic: Topic) -> bool:
     """Return whether all ranks have the same value: nested dicts and lists of others. Collective.
 
     Args:
-        value: or the attempt to make it.
+        value: the attempt to make it.
     """
-    digest = call.attempt(lambda known: digest_of(values_of(known)), value)
+    with call.guard() as digest:
+        digest.set(digest_of(values_of(value.value)))
     with at_first(call, topic, digest) as meeting:
         if meeting.decides:
             meeting.answer(len(set(meeting.heard.values())) == 1)
@@ -210,7 +211,7 @@ def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequenc
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
     """
-    if are_alike(call, list(groups), COMPARING):
+    if are_alike(call, Attempt(list(groups)), COMPARING):
         return groups
     with at_first(call, TOGETHER, groups) as meeting:
         if meeting.decides:

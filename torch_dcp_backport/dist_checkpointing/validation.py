@@ -15,11 +15,11 @@ from typing import Any, Optional, Union
 
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing._src import integrity, sharded_tensor
+from torch_dcp_backport.dist_checkpointing._src import integrity
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
-from torch_dcp_backport.dist_checkpointing._src.table import ObjectRow, Row, RowTable, findings_of
+from torch_dcp_backport.dist_checkpointing._src.table import findings_of
 from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -35,10 +35,9 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
-    is_main_replica,
 )
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
-from torch_dcp_backport.transfer import Box, Call, Group, Problem, Refusal, Topic, at_first, meet
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import split, table_of
+from torch_dcp_backport.transfer import Call, Group, Problem, Refusal, Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -115,33 +114,6 @@ def parse_strict_flag(strict: Union[str, StrictHandling]) -> StrictHandling:
     except ValueError:
         names = ", ".join(mode.value for mode in StrictHandling)
         raise ValueError(f"strict={strict!r}: expected one of {names}") from None
-
-
-def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
-    """Return the row of a tensor's part, which is all that other ranks need of it.
-
-    Args:
-        is_folded: a flattened range gets the row that a checkpoint has; else that of its box.
-    """
-    box, shape, original = Box(tuple(part.global_offset), part.box_size), tuple(part.global_shape), None
-    run = part.flattened_range
-    if run is not None and is_folded:
-        assert part.axis_fragmentations is not None, "it was validated"
-        original, shape = shape, sharded_tensor.folded_shape(tuple(part.axis_fragmentations), box.numel)
-        box = sharded_tensor.folded(part.local_chunk_offset_in_global(), run.start, run.stop)
-    main = is_main_replica(part.replica_id)
-    return Row(part.key, part.dtype, shape, box.offset, box.size, main, part.mesh, original)
-
-
-def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> RowTable:
-    """Return this rank's table: the rows of its parts."""
-    return RowTable(
-        [row_of(part) for part in tensors],
-        [
-            ObjectRow(part.key, part.unique_key, tuple(part.global_shape), is_main_replica(part.replica_id))
-            for part in objects
-        ],
-    )
 
 
 def verify_checkpoint(checkpoint_dir: Folder) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Union
 
 #: Called before every step of a save that a crash could come before: the seam of tests.
 on_step: Optional[Callable[[str], None]] = None
@@ -44,6 +44,45 @@ def create(path: Path) -> int:
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def reserve(fd: int, nbytes: int) -> bool:
+    """Have the disk's room for a file before its first byte; return False where the file system cannot.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if nbytes and not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:
+    """Write all of the bytes at a place in a file: a single call may write less."""
+    view = memoryview(data)
+    while view.nbytes:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def check_writable(folder: Path) -> None:
+    """Ask whether files can be made in a folder, and make none.
+
+    Raises:
+        OSError: they cannot (EACCES, EROFS).
+    """
+    # The rights of this moment: those that a process has given up for good are the same.
+    is_effective = os.access in os.supports_effective_ids
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=is_effective):
+        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), str(folder))
 
 
 def opened(path: Path) -> int:

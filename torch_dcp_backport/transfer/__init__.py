@@ -13,8 +13,8 @@ from torch_dcp_backport.transfer._src.errors import (
     spell_key,
 )
 from torch_dcp_backport.transfer._src.gather import gather
-from torch_dcp_backport.transfer._src.layout import Box, Layout, Mesh, layout_of
-from torch_dcp_backport.transfer._src.plan import Agreement, TensorInfo, Want, misfit
+from torch_dcp_backport.transfer._src.layout import Box, Layout, Mesh, layout_of, misfit
+from torch_dcp_backport.transfer._src.plan import Agreement, TensorInfo, Want
 from torch_dcp_backport.transfer._src.report import Report, last_report
 from torch_dcp_backport.transfer._src.reshard import reshard
 from torch_dcp_backport.transfer._src.scatter import Target, scatter
@@ -30,7 +30,6 @@ from torch_dcp_backport.transfer._src.chunks import (
     chunk_bytes as chunk_bytes,
     chunks as chunks,
     moved as moved,
-    row_major as row_major,
 )
 from torch_dcp_backport.transfer._src.call import gc_context as gc_context
 from torch_dcp_backport.transfer._src.errors import (
@@ -66,6 +65,7 @@ from torch_dcp_backport.transfer._src.layout import (
     Placement as Placement,
     layout_at as layout_at,
     mesh_of as mesh_of,
+    row_major as row_major,
     whole as whole,
 )
 from torch_dcp_backport.transfer._src.link import BrokenLink as BrokenLink, Link as Link
@@ -80,11 +80,14 @@ from torch_dcp_backport.transfer._src.meet import (
 )
 from torch_dcp_backport.transfer._src.memories import Memories as Memories, Memory as Memory, move as move
 from torch_dcp_backport.transfer._src.memory import (
+    as_bytes as as_bytes,
     has_slices as has_slices,
     has_values as has_values,
+    is_dense as is_dense,
     is_freed as is_freed,
     is_same_view as is_same_view,
     layout_text as layout_text,
+    part_of as part_of,
     span_of as span_of,
     why_not_writable as why_not_writable,
 )
@@ -94,6 +97,7 @@ from torch_dcp_backport.transfer._src.settings import Bar as Bar, Line as Line, 
 from torch_dcp_backport.transfer._src.report import Phase as Phase, Tally as Tally
 from torch_dcp_backport.transfer._src.scatter import Offer as Offer, Reader as Reader
 from torch_dcp_backport.transfer._src.spread import (
+    Along as Along,
     Boxes as Boxes,
     holders_of as holders_of,
     intersection as intersection,
@@ -103,10 +107,7 @@ from torch_dcp_backport.transfer._src.spread import (
 from torch_dcp_backport.transfer._src.staging import (
     Staging as Staging,
     Views as Views,
-    as_bytes as as_bytes,
     copy_to as copy_to,
-    is_dense as is_dense,
-    part_of as part_of,
 )
 from torch_dcp_backport.transfer._src.wire import (
     LENGTH as LENGTH,

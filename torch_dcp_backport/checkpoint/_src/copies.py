@@ -15,7 +15,6 @@ import torch
 
 from torch_dcp_backport.checkpoint._src import manifest, node_folder, store
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest, ManifestEntry
-from torch_dcp_backport.dist_checkpointing import files
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.transfer import LENGTH, Link, Meter, bytes_of, tensor_of
@@ -98,7 +97,7 @@ def receive(link: Link, folder: Path, block: int) -> Manifest:
         disk.step(f"create {path.name}")
         with open(disk.create(path), "wb", buffering=0) as file:
             # A full disk is known before the bytes have come.
-            files.reserve(file.fileno(), entry.nbytes)
+            disk.reserve(file.fileno(), entry.nbytes)
             for size in sizes(entry, block):
                 link.receive(buffer[:size])
                 view = memory_of(buffer[:size])

@@ -297,10 +297,14 @@ class FSDPCheckpointManager(ShardedManager):
                     raise CheckpointingException(
                         "adapters are merged into the weights: unmerge them before a save"
                     )
-                halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+                halves = as_dtensors(
+                    self.halves(self.should_save_model, self.should_save_optimizer), self.model
+                )
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
-            self.agree_on_save(call, folder)
+            with at_first(call, Topic("writing the configuration"), common=self.save_settings()) as meeting:
+                if meeting.decides:
+                    self.write_configuration(folder / HUGGING_FACE)
             halves = united(call, own)
         if self.should_save_ours:
             with self.saving_state(folder / SHARDED, step) as parts:
@@ -314,7 +318,11 @@ class FSDPCheckpointManager(ShardedManager):
         if self.should_save_hf_model:
 
             def write() -> None:
-                model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
+                model = (
+                    halves[MODEL]
+                    if MODEL in halves
+                    else as_dtensors(self.halves(True, False), self.model)[MODEL]
+                )
                 self.write_hf_model(folder, tensors_of(model))
 
             self.try_hf_model(folder, write)
@@ -441,7 +449,7 @@ class FSDPCheckpointManager(ShardedManager):
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with call.guard() as own:
                 state = self.halves(self.should_load_model, self.should_load_optimizer)
-                views, frozen = self.viewed(state), frozen_names(self.model)
+                views, frozen = as_dtensors(state, self.model), frozen_names(self.model)
                 own.set(views)
             common = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD))
             others = names_of_others(call, own, frozen)
@@ -657,7 +665,7 @@ class FSDPCheckpointManager(ShardedManager):
             with begin(CANNOT_LOAD, "load", self.process_group) as call:
                 with call.guard():
                     halves = self.halves(True, False)
-                    targets = tensors_of(self.viewed(halves)[MODEL])
+                    targets = tensors_of(as_dtensors(halves, self.model)[MODEL])
                     call.problems += verl.problems_of(model, targets)
                 meet(call, Topic("comparing them with the model"))
             verl.fill(model, targets, dist.get_rank() if dist.is_initialized() else 0)
@@ -684,14 +692,6 @@ class FSDPCheckpointManager(ShardedManager):
         state = state_of(self.model, self.optimizers if has_optimizer else ())
         wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
         return {key: part for key, part in state.items() if wanted[key]}
-
-    def viewed(self, halves: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dicts with plain tensors and DTensors only, of the same memory.
-
-        Args:
-            halves: the result of `halves`.
-        """
-        return as_dtensors(halves, self.model)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the state dicts into the model and its optimizers.

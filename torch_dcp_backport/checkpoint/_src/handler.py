@@ -38,11 +38,10 @@ from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint._src.policies import (
     PreservationPolicy,
     SavePolicy,
-    keeping,
     metric_of,
     spelled_metric,
 )
-from torch_dcp_backport.checkpoint._src.retention import Retention
+from torch_dcp_backport.checkpoint._src.retention import Retention, keeping
 from torch_dcp_backport.checkpoint._src.saves import Saves
 from torch_dcp_backport.checkpoint._src.store import Shelf
 from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE, SaveArguments, writing_in

@@ -17,8 +17,7 @@ from typing import Any, Optional, Union
 
 from torch_dcp_backport.checkpoint._src import extra, partial, remote, store, together, uploads
 from torch_dcp_backport.checkpoint._src.partial import WHOLE, Partial
-from torch_dcp_backport.checkpoint._src.policies import keeping
-from torch_dcp_backport.checkpoint._src.retention import Retention
+from torch_dcp_backport.checkpoint._src.retention import Retention, keeping
 from torch_dcp_backport.checkpoint._src.saves import Saves
 from torch_dcp_backport.checkpoint._src.store import Shelf, checked_step
 from torch_dcp_backport.checkpoint._src.together import (
@@ -39,7 +38,7 @@ from torch_dcp_backport.dist_checkpointing import (
     load_common_state_dict,
     resolved,
 )
-from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, Folder
+from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import saving
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
@@ -517,21 +516,13 @@ class ShardedManager(BaseCheckpointManager):
         """
         raise NotImplementedError
 
-    def agree_on_save(self, call: Call, folder: Path) -> None:
-        """Agree on what is saved; the first rank has written the configuration afterwards. Collective.
-
-        Args:
-            call: with the problems of ranks that could not make their part.
-            folder: the folder of the checkpoint.
-        """
-        common = {
+    def save_settings(self) -> dict[str, str]:
+        """Return what must be the same on every rank of a save."""
+        return {
             "async_save": str(self.is_async),
             "save_contents": ", ".join(self.checkpoint_save_contents),
             "scheduler": type(self.lr_scheduler).__name__,
         }
-        with at_first(call, Topic("writing the configuration"), common=common) as meeting:
-            if meeting.decides:
-                self.write_configuration(folder / HUGGING_FACE)
 
     def try_hf_model(self, folder: Path, write: Callable[[], object]) -> None:
         """Write the files of "hf_model", for whose sake alone no step is lost. Collective.
@@ -640,7 +631,7 @@ class ShardedManager(BaseCheckpointManager):
         options = SaveOptions(
             must_load=not self.trust,
             process_group=self.process_group,
-            written=writing.notes_in(path),
+            written=functools.partial(writing.note, path),
             is_compared=True,
         )
         with saving(path, options, writing.requests if self.is_async else None) as state:

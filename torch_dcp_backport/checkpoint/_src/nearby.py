@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import secrets
@@ -441,7 +442,7 @@ class NearbyCheckpoints:
                 is_checked=False,
                 must_load=not self.trust,
                 is_alone=True,
-                written=writing.notes_in(path),
+                written=functools.partial(writing.note, path),
             )
             with saving(path, options) as part:
                 part.set(self._own_part(state))

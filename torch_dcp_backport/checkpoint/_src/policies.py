@@ -125,11 +125,6 @@ class SavePolicy:
             raise ValueError("no steps, minutes, signals or on_exception: nothing would ever be saved")
 
 
-def keeping(count: Optional[int]) -> Optional[PreservationPolicy]:
-    """Return the policy that keeps so many newest steps; None, which keeps all, where there is no number."""
-    return PreservationPolicy(last=count) if count is not None and count > 0 else None
-
-
 def metric_of(value: Any) -> Optional[float]:
     """Return a step's metric; None where there is none, or no number to compare steps by.
 

@@ -30,6 +30,11 @@ PATIENCE = 10.0
 KEEP, LEAVE, REMOVE = "keep", "left alone", "remove"
 
 
+def keeping(count: Optional[int]) -> Optional[PreservationPolicy]:
+    """Return the policy that keeps so many newest steps; None, which keeps all, where there is no number."""
+    return PreservationPolicy(last=count) if count is not None and count > 0 else None
+
+
 class StepVerdict(NamedTuple):
     """What retention does with a step, and why."""
 

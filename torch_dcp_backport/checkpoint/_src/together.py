@@ -90,14 +90,10 @@ class Writing:
         disk.publish(path, data)
         self._note(path, ManifestEntry(len(data), zlib.crc32(data)))
 
-    def notes_in(self, folder: Path) -> Callable[[Output], None]:
-        """Return a callback that notes the checksums of files as they are written into a folder."""
-
-        def note(output: Output) -> None:
-            if output.nbytes:
-                self._note(folder / output.file, ManifestEntry(output.nbytes, output.crc))
-
-        return note
+    def note(self, folder: Path, output: Output) -> None:
+        """Note the checksum of a file of records that was written into a folder."""
+        if output.nbytes:
+            self._note(folder / output.file, ManifestEntry(output.nbytes, output.crc))
 
     def _note(self, path: Path, entry: ManifestEntry) -> None:
         self._entries[path] = entry, state_of(path)

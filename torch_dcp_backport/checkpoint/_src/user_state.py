@@ -6,6 +6,7 @@ ranks have read what they need for all objects.
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections import OrderedDict
@@ -195,7 +196,9 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
         is_of_mesh = {name: differs for name, (_, differs) in meeting.result.items()}
     writing = writing_in(draft)
     path = draft / USER_STATE
-    options = SaveOptions(must_load=not trust, process_group=group, written=writing.notes_in(path))
+    options = SaveOptions(
+        must_load=not trust, process_group=group, written=functools.partial(writing.note, path)
+    )
     # Where there are requests, the engine saves in the background, on every rank.
     with saving(path, options, writing.requests or None) as state:
         writing.make_folder(path)

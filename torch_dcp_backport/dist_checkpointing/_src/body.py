@@ -10,10 +10,9 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcp_backport.dist_checkpointing._src import files
 from torch_dcp_backport.publish import disk
 
 # --- sums of parts ---
@@ -302,12 +301,6 @@ class Places(NamedTuple):
     #: Where its values begin in the memory.
     starts: Sequence[int]
 
-    def records(self, memory: memoryview) -> Iterator[tuple[Form, Iterator[memoryview]]]:
-        """Yield each record's form and the blocks of its values."""
-        for number, start in zip(self.which, self.starts):
-            form = self.forms[number]
-            yield form, blocks_in(memory[start : start + form.nbytes])
-
 
 def blocks_in(data: memoryview) -> Iterator[memoryview]:
     """Return bytes in blocks that are multiples of every grain."""
@@ -316,18 +309,17 @@ def blocks_in(data: memoryview) -> Iterator[memoryview]:
     return (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
 
 
-def write(
+def write_staged(
     fd: int,
-    records: Iterable[tuple[Form, Iterator[memoryview]]],
+    memory: memoryview,
+    places: Places,
     objects: Sequence[bytes],
     moved: Callable[[int], None],
     output: Output,
 ) -> Output:
-    """Write records in sequence from the start of a file on, and objects behind them.
+    """Write records whose values lie in one memory, from the start of a file on, and objects behind them.
 
     Args:
-        records: the form of each tensor, and the blocks of its values: they are written before the next
-            record is asked for.
         moved: called with the bytes of values that were written since the last time.
 
     Returns:
@@ -337,14 +329,11 @@ def write(
         OSError: a write failed.
     """
     sink = Sink(fd)
-    for form, blocks in records:
-        output.tensors.append(write_record(sink, form, blocks, moved))
-    for data in objects:
-        at = sink.end
-        sink.put(data)
-        output.objects.append(Written(at, len(data), zlib.crc32(data)))
-    sink.flush()
-    return output._replace(crc=sink.crc)
+    for number, start in zip(places.which, places.starts):
+        form = places.forms[number]
+        blocks = blocks_in(memory[start : start + form.nbytes])
+        output.tensors.append(sink.put_record(form, blocks, moved))
+    return sink.ended(objects, output)
 
 
 class Sink:
@@ -361,6 +350,43 @@ class Sink:
     def end(self) -> int:
         return self._flushed + len(self._waiting)
 
+    def put_record(self, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]) -> Written:
+        """Write the record of a tensor from the blocks of its values; return its place."""
+        disk.step("write record")
+        at = self.end
+        if not form.grain:
+            data = next(blocks, b"")
+            crc = zlib.crc32(data)
+            head, tail = form.ends(crc)
+            self.put(b"".join((head, data, tail)))
+            moved(form.nbytes)
+            return Written(at, form.length, crc)
+        total = RunningSum(form.grain)
+        if form.length <= LITTLE:
+            data = next(blocks)
+            total.add(data)
+            self.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
+            moved(form.nbytes)
+        else:
+            # The head has the checksum of the values behind it.
+            at = self.skip(form.at)
+            for part in blocks:
+                total.add(part)
+                self.put_large(part)
+                moved(part.nbytes)
+            self.fill(form.head(total.crc), at, total.crc)
+            self.put(form.tail(total.crc, total.table))
+        return Written(at, form.length, total.crc)
+
+    def ended(self, objects: Sequence[bytes], output: Output) -> Output:
+        """Write objects behind the records; return the output with their places, and the file's checksum."""
+        for data in objects:
+            at = self.end
+            self.put(data)
+            output.objects.append(Written(at, len(data), zlib.crc32(data)))
+        self.flush()
+        return output._replace(crc=self.crc)
+
     def put(self, data: bytes) -> None:
         self.crc = zlib.crc32(data, self.crc)
         self._waiting += data
@@ -370,7 +396,7 @@ class Sink:
     def put_large(self, data: memoryview) -> None:
         """Write data at once, not as `put`; its checksum is counted by `fill`."""
         self.flush()
-        files.write_all(self.fd, data, self._flushed)
+        disk.write_all(self.fd, data, self._flushed)
         self._flushed += data.nbytes
 
     def skip(self, nbytes: int) -> int:
@@ -381,41 +407,10 @@ class Sink:
 
     def fill(self, data: bytes, at: int, behind: int) -> None:
         """Fill the room, with `behind` as the checksum of the data that was put behind it."""
-        files.write_all(self.fd, data, at)
+        disk.write_all(self.fd, data, at)
         self.crc = combined(zlib.crc32(data, self.crc), behind, self.end - at - len(data))
 
     def flush(self) -> None:
-        files.write_all(self.fd, self._waiting, self._flushed)
+        disk.write_all(self.fd, self._waiting, self._flushed)
         self._flushed += len(self._waiting)
         self._waiting = bytearray()
-
-
-def write_record(
-    sink: Sink, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
-) -> Written:
-    """Write the record of a tensor from the blocks of its values; return its place."""
-    disk.step("write record")
-    at = sink.end
-    if not form.grain:
-        data = next(blocks, b"")
-        crc = zlib.crc32(data)
-        head, tail = form.ends(crc)
-        sink.put(b"".join((head, data, tail)))
-        moved(form.nbytes)
-        return Written(at, form.length, crc)
-    total = RunningSum(form.grain)
-    if form.length <= LITTLE:
-        data = next(blocks)
-        total.add(data)
-        sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
-        moved(form.nbytes)
-    else:
-        # The head has the checksum of the values behind it.
-        at = sink.skip(form.at)
-        for part in blocks:
-            total.add(part)
-            sink.put_large(part)
-            moved(part.nbytes)
-        sink.fill(form.head(total.crc), at, total.crc)
-        sink.put(form.tail(total.crc, total.table))
-    return Written(at, form.length, total.crc)

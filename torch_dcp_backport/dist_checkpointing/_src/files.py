@@ -1,25 +1,13 @@
-"""Files of records: all bytes are written, and a read fills its target or is an error."""
+"""Files of records that are read: a read fills its target, or is an error."""
 
 from __future__ import annotations
 
-import errno
 import os
-from pathlib import Path
 from typing import Union
-
-from torch_dcp_backport.publish.disk import UNSUPPORTED
 
 
 class Damaged(Exception):
     """A file does not hold what was saved."""
-
-
-def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:
-    """Write all of the bytes: a single call may write less."""
-    view = memoryview(data)
-    while view.nbytes:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
 
 
 class ReadSource:
@@ -84,30 +72,3 @@ class Memory(ReadSource):
         if part.nbytes < target.nbytes:
             raise Damaged(f"{self.name}: an entry of a record is outside of it")
         target[:] = part
-
-
-def check_writable(folder: Path) -> None:
-    """Ask whether files can be made in a folder, and make none.
-
-    Raises:
-        OSError: they cannot (EACCES, EROFS).
-    """
-    # The rights of this moment: those that a process has given up for good are the same.
-    is_effective = os.access in os.supports_effective_ids
-    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=is_effective):
-        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
-        raise OSError(code, os.strerror(code), str(folder))
-
-
-def reserve(fd: int, length: int) -> None:
-    """Have the disk's room for a file before its first byte, where the file system can.
-
-    Raises:
-        OSError: there is no room.
-    """
-    if length and hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, length)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise

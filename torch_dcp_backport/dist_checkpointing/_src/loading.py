@@ -24,14 +24,12 @@ from torch_dcp_backport.dist_checkpointing._src.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, assembled, merged
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, assembled, merged, row_of, table_of
 from torch_dcp_backport.dist_checkpointing.validation import (
     MISSING,
     StrictHandling,
     logger,
     mismatch_text,
-    row_of,
-    table_of,
     unexpected_problems,
 )
 from torch_dcp_backport.transfer import (

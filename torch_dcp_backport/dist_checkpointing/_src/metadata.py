@@ -10,11 +10,11 @@ import copy
 import functools
 import itertools
 import math
+import operator
 import pickle
 import zlib
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
 
@@ -30,7 +30,7 @@ from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     SafeUnpickler,
     TensorEntry,
 )
-from torch_dcp_backport.transfer import Box, gc_context, intersection
+from torch_dcp_backport.transfer import Along, Box, gc_context, intersection
 
 NAME = ".metadata"
 #: The attribute of torch's `Metadata` with our own data.
@@ -75,6 +75,9 @@ class Chunk(NamedTuple):
         return self.box.size if self.record is None else self.record
 
 
+CHUNK_BOX: Callable[[Chunk], Box] = operator.attrgetter("box")
+
+
 class Stored:
     """A tensor in a checkpoint."""
 
@@ -90,23 +93,15 @@ class Stored:
         #: The global shape of a tensor of flattened ranges, which is stored folded (see `sharded_tensor`).
         self.original = original
         self.chunks = chunks
-        #: The axis along which there are most chunks, by which they are looked up.
-        self._axis = 0
+        #: To look among them, where there are more than a few.
+        self._along: Optional[Along[Chunk]] = None
         if len(chunks) > 8:
-            starts = [len({chunk.box.offset[axis] for chunk in chunks}) for axis in range(len(shape))]
-            self._axis = starts.index(max(starts))
-            axis = self._axis
-            self.chunks = sorted(chunks, key=lambda chunk: chunk.box.offset[axis])
-            self._starts = [chunk.box.offset[axis] for chunk in self.chunks]
-            self._longest = max(chunk.box.size[axis] for chunk in self.chunks)
+            self._along = Along(chunks, CHUNK_BOX)
+            self.chunks = self._along.items
 
     def parts_of(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yield the chunks that have elements of a box, each with the part that it has."""
-        chunks = self.chunks
-        if len(chunks) > 8:
-            start, stop = box.offset[self._axis], box.offset[self._axis] + box.size[self._axis]
-            first = bisect_left(self._starts, start - self._longest + 1)
-            chunks = chunks[first : bisect_left(self._starts, stop)]
+        chunks = self.chunks if self._along is None else self._along.near(box)
         for chunk in chunks:
             if chunk.box == box:
                 # No other chunk is needed: most loads are of the boxes that were saved.

@@ -20,7 +20,6 @@ import torch
 from torch_dcp_backport.dist_checkpointing._src import (
     commit,
     common,
-    files,
     plans,
     replicas,
     report,
@@ -108,7 +107,7 @@ def problems_of(saving: Saving) -> list[Problem]:
         problems.append(Problem("no such folder (make it first)", str(saving.folder)))
     else:
         try:
-            files.check_writable(saving.folder)
+            disk.check_writable(saving.folder)
         except OSError as error:
             problems.append(problem_of(error))
     for row, data in zip(saving.table.tensors, saving.data):

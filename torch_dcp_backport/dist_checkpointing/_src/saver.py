@@ -19,11 +19,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch_dcp_backport.dist_checkpointing._src import body
-from torch_dcp_backport.dist_checkpointing._src.body import Output
+from torch_dcp_backport.dist_checkpointing._src.body import Output, write_staged
 from torch_dcp_backport.dist_checkpointing._src.messages import FAILED, MESSAGE, MOVED, ORDER, Order
 from torch_dcp_backport.dist_checkpointing._src.staged import Staged
-from torch_dcp_backport.dist_checkpointing._src.writer import write_file
+from torch_dcp_backport.dist_checkpointing._src.writer import hashed, new_file
 from torch_dcp_backport.transfer import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -66,23 +65,29 @@ def write(
     Raises:
         OSError: as of `writer.write`.
     """
+    output = Output(path.name, staged.length + sum(map(len, objects)), [], [])
+    if not output.nbytes:
+        return output
+    with new_file(path, output.nbytes) as fd:
+        output = _written(fd, staged, objects, _Counted(moved), output, by_process and staged.is_shared)
+        return hashed(output, path) if is_hashed else output
 
-    counted = _Counted(moved)
 
-    def fill(fd: int, output: Output) -> Output:
-        if staged.is_shared and by_process:
-            order = Order(staged.memory.nbytes, staged.places, objects, output)
-            try:
-                with contextlib.closing(_Process()) as process:
-                    process.order(order, staged.memory.fd, fd)
-                    return process.wait(counted.add)
-            except _Gone as error:
-                text = f"the process that writes saves in the background {error}: a thread writes"
-                warn_once(logger, text, about=str(error))
-            counted.begin_again()
-        return body.write(fd, staged.places.records(staged.memory.view), objects, counted.add, output)
-
-    return write_file(path, staged.length + sum(map(len, objects)), fill, is_hashed)
+def _written(
+    fd: int, staged: Staged, objects: Sequence[bytes], counted: _Counted, output: Output, by_process: bool
+) -> Output:
+    """Write by a process, or here: also where the process does not get to the end of it."""
+    if by_process:
+        order = Order(staged.memory.nbytes, staged.places, objects, output)
+        try:
+            with contextlib.closing(_Process()) as process:
+                process.order(order, staged.memory.fd, fd)
+                return process.wait(counted.add)
+        except _Gone as error:
+            text = f"the process that writes saves in the background {error}: a thread writes"
+            warn_once(logger, text, about=str(error))
+        counted.begin_again()
+    return write_staged(fd, staged.memory.view, staged.places, objects, counted.add, output)
 
 
 class _Counted:

@@ -62,7 +62,7 @@ def serve(door: socket.socket) -> None:
 
     memory = memoryview(mmap.mmap(memory_fd, order.nbytes, prot=mmap.PROT_READ))
     try:
-        output = body.write(fd, order.places.records(memory), order.objects, moved, order.output)
+        output = body.write_staged(fd, memory, order.places, order.objects, moved, order.output)
         kind, answer = messages.DONE, pickle.dumps(output)
     except BrokenPipeError:
         raise

@@ -12,7 +12,7 @@ import pickle
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Optional
@@ -263,6 +263,8 @@ def without_stand_ins(value: Any) -> Any:
     return value if numpys is None else _in_place(value, numpys.value_of, {})
 
 
+#: Classes of values without parts, which are no stand-ins: a random state has 600 numbers.
+PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 #: Classes of values with attributes of their own.
 WITH_ATTRIBUTES = (argparse.Namespace, OrderedDict, Counter, torch.Tensor, torch.nn.Parameter)
 
@@ -274,34 +276,34 @@ def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[
         known: id of a value -> it, and its replacement; a value that is there twice gets the same one.
     """
 
-    def of(part: Any) -> Any:
-        return _in_place(part, replace, known)
+    def of(parts: Iterable[Any]) -> list[Any]:
+        return [part if type(part) in PLAIN else _in_place(part, replace, known) for part in parts]
 
     if id(value) in known:
         return known[id(value)][1]
     kind, made = type(value), value
     known[id(value)] = value, value
     if kind in (dict, OrderedDict, Counter):
-        pairs = [(of(key), of(part)) for key, part in value.items()]
+        pairs = list(zip(of(value), of(value.values())))
         value.clear()
         for key, part in pairs:
             value[key] = part
     elif kind is list:
-        value[:] = list(map(of, value))
+        value[:] = of(value)
     elif kind is set:
-        parts = list(map(of, value))
+        parts = of(value)
         value.clear()
         value.update(parts)
     elif kind in (tuple, frozenset):
-        made = kind(list(map(of, value)))
+        made = kind(of(value))
     elif kind is slice:
-        made = slice(of(value.start), of(value.stop), of(value.step))
+        made = slice(*of((value.start, value.stop, value.step)))
     elif kind in (torch.Tensor, torch.nn.Parameter) and value._backward_hooks:
         raise ValueError("a tensor with hooks")
     else:
         made = replace(value)
     if kind in WITH_ATTRIBUTES:
-        of(value.__dict__)
+        of([value.__dict__])
     known[id(value)] = value, made
     return made
 
@@ -329,11 +331,14 @@ def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:
         if value.untyped_storage().nbytes() > value.nbytes:
             known[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
     elif kind in (dict, OrderedDict):
-        pairs = [(key, part, without_the_rest(part, known)) for key, part in value.items()]
+        pairs = [
+            (key, part, part if type(part) in PLAIN else without_the_rest(part, known))
+            for key, part in value.items()
+        ]
         if any(part is not made for _, part, made in pairs):
             known[id(value)] = kind((key, made) for key, _, made in pairs)
     elif kind in (list, tuple):
-        parts = [without_the_rest(part, known) for part in value]
+        parts = [part if type(part) in PLAIN else without_the_rest(part, known) for part in value]
         if any(part is not made for part, made in zip(value, parts)):
             known[id(value)] = kind(parts)
     return known[id(value)]

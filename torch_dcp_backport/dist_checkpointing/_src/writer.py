@@ -5,6 +5,7 @@ Runs in one thread without a collective. Holds at most one block beside the call
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src import body, files, integrity
-from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, blocks_in
+from torch_dcp_backport.dist_checkpointing._src import integrity
+from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, Sink, blocks_in
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
@@ -73,45 +74,42 @@ def write(
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
     """
     forms = [work.form for work in tensors]
-
-    def records() -> Iterator[tuple[Form, Iterator[memoryview]]]:
-        block: Optional[torch.Tensor] = None
+    output = Output(path.name, sum(form.length for form in forms) + sum(map(len, objects)), [], [])
+    if not output.nbytes:
+        return output
+    # At most one block is held beside the tensors.
+    block: Optional[torch.Tensor] = None
+    with new_file(path, output.nbytes) as fd:
+        sink = Sink(fd)
         for work, form in zip(tensors, forms):
             part = work.part
             if is_flat(part):
-                yield form, blocks_in(bytes_of(part))
+                blocks = blocks_in(bytes_of(part))
             else:
-                # At most one block is held beside the tensors.
                 block = compat.host_buffer(BLOCK) if block is None else block
-                yield form, blocks_of(work, block)
-
-    def fill(fd: int, output: Output) -> Output:
-        return body.write(fd, records(), objects, moved, output)
-
-    nbytes = sum(form.length for form in forms) + sum(map(len, objects))
-    return write_file(path, nbytes, fill, is_hashed)
+                blocks = blocks_of(work, block)
+            output.tensors.append(sink.put_record(form, blocks, moved))
+        output = sink.ended(objects, output)
+        return hashed(output, path) if is_hashed else output
 
 
-def write_file(
-    path: Path, nbytes: int, write_body: Callable[[int, Output], Output], is_hashed: bool
-) -> Output:
-    """Make a file of `nbytes` bytes, and have it on disk; none for no bytes."""
-    output = Output(path.name, nbytes, [], [])
-    if not nbytes:
-        return output
+@contextlib.contextmanager
+def new_file(path: Path, nbytes: int) -> Iterator[int]:
+    """Make a file of `nbytes` bytes that the context writes; it is on disk when the context has ended."""
     disk.step(f"create {path.name}")
     fd = disk.create(path)
     try:
-        files.reserve(fd, nbytes)
-        output = write_body(fd, output)
-        if is_hashed:
-            # In order: a record's head is written after its values.
-            output = output._replace(sha256=integrity.digest_of(path))
+        disk.reserve(fd, nbytes)
+        yield fd
         disk.step(f"sync {path.name}")
         os.fsync(fd)
     finally:
         os.close(fd)
-    return output
+
+
+def hashed(output: Output, path: Path) -> Output:
+    """Return the output with the file's SHA-256, in order: a record's head is written after its values."""
+    return output._replace(sha256=integrity.digest_of(path))
 
 
 def why_not_readable(tensor: torch.Tensor) -> str:

@@ -5,7 +5,6 @@ Finds the names and parts that `save_pretrained` would write, and views of them.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.blocks import Part, Share
 from torch_dcp_backport.hf._src.opening import Cat, FileTensor, Made, Stack, Turned, made_of
-from torch_dcp_backport.transfer import Box, Boxes, TensorInfo, intersection, part_of, spread_of, whole
+from torch_dcp_backport.transfer import Along, Box, Boxes, TensorInfo, part_of, spread_of, whole
 
 
 class Cutout(NamedTuple):
@@ -199,39 +198,21 @@ def taken_apart(share: Share, tensors: Mapping[str, TensorInfo], cuts: Mapping[s
     # Layers are alike: the blocks of each are those of the first.
     seen: dict[Hashable, list[Boxes]] = {}
     for key, inside in by_key.items():
-        row = Row(inside)
+        row = Along(inside, lambda item: item[1].box)
         places = share.spreads[key].by_rank, tuple((cut.box, cut.dims) for _, cut in inside)
         if places not in seen:
             blocks: dict[str, dict[int, list[Box]]] = {name: {} for name, _ in inside}
             for rank, boxes in share.spreads[key].by_rank:
                 for box in boxes:
-                    for name, cut, common in row.within(box):
+                    for (name, cut), common in row.common(box):
                         blocks[name].setdefault(rank, []).append(cut.inner(common))
             seen[places] = [spread_of(cut.shape, blocks[name]) for name, cut in inside]
         spreads.update(zip((name for name, _ in inside), seen[places]))
         for box, into in share.parts.get(key, ()):
-            for name, cut, common in row.within(box):
+            for (name, cut), common in row.common(box):
                 part = Part(cut.inner(common), cut.taken(part_of(into, box, common)))
                 parts.setdefault(name, []).append(part)
     parts.update((name, list(share.parts[name])) for name in tensors if name in share.parts)
     relayed = {name: cuts[name].key if name in cuts else name for name in tensors}
     dtypes = {name: share.relayed[key] for name, key in relayed.items() if key in share.relayed}
     return SharedParts(tensors, spreads, parts, dtypes, share, cuts)
-
-
-class Row:
-    """The tensors of the files in a model's tensor, found by their first dimension."""
-
-    def __init__(self, inside: Sequence[tuple[str, Cutout]]) -> None:
-        self.inside = sorted(inside, key=lambda item: item[1].box.offset[0])
-        self.starts = [cut.box.offset[0] for _, cut in self.inside]
-        self.longest = max(cut.box.size[0] for _, cut in self.inside)
-
-    def within(self, box: Box) -> Iterator[tuple[str, Cutout, Box]]:
-        """Yield (name, cutout, what it has in common with a box of the model's tensor)."""
-        start, stop = box.offset[0], box.offset[0] + box.size[0]
-        first = bisect.bisect_left(self.starts, start - self.longest + 1)
-        for name, cut in self.inside[first : bisect.bisect_left(self.starts, stop)]:
-            common = intersection(cut.box, box)
-            if common is not None:
-                yield name, cut, common

@@ -6,16 +6,17 @@ models; must never move data.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport.transfer import (
+    Along,
     Box,
     Boxes,
     Piece,
@@ -41,38 +42,15 @@ class Part(NamedTuple):
     into: torch.Tensor
 
 
-class Near:
-    """A rank's parts of a tensor, of which those that a box has elements in common with are found.
+PART_BOX: Callable[[Part], Box] = operator.attrgetter("box")
 
-    Must not look at all of them for each box: a rank may have a part for each of hundreds of experts.
-    """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        firsts: dict[Box, Part] = {}
-        for part in parts:
-            firsts.setdefault(part.box, part)
-        # For each axis the places at which boxes begin.
-        starts = [set(along) for along in zip(*(box.offset for box in firsts))]
-        #: The axis along which most parts are apart; a tensor without dimensions has none.
-        self.axis = max(range(len(starts)), key=lambda axis: len(starts[axis]), default=None)
-        self.parts = list(firsts.values())
-        if self.axis is not None:
-            axis = self.axis
-            self.parts.sort(key=lambda part: part.box.offset[axis])
-            self.starts = [part.box.offset[axis] for part in self.parts]
-            self.longest = max(part.box.size[axis] for part in self.parts)
-
-    def common(self, box: Box) -> Iterator[tuple[Part, Box]]:
-        """Yield the parts that have elements of a box, each with the box of those elements."""
-        near = self.parts
-        if self.axis is not None:
-            start, length = box.offset[self.axis], box.size[self.axis]
-            first = bisect.bisect_right(self.starts, start - self.longest)
-            near = near[first : bisect.bisect_left(self.starts, start + length)]
-        for part in near:
-            common = intersection(part.box, box)
-            if common is not None:
-                yield part, common
+def firsts_of(parts: Iterable[Part]) -> Iterable[Part]:
+    """Return the first of the parts of each block."""
+    firsts: dict[Box, Part] = {}
+    for part in parts:
+        firsts.setdefault(part.box, part)
+    return firsts.values()
 
 
 @dataclass(frozen=True)
@@ -117,9 +95,9 @@ class Share:
         return [Part(common, self.view(key, common)) for _, common in self.near[key].common(box)]
 
     @functools.cached_property
-    def near(self) -> dict[str, Near]:
-        """HF key -> this rank's parts of the tensor, to look among."""
-        return {key: Near(parts) for key, parts in self.parts.items()}
+    def near(self) -> dict[str, Along[Part]]:
+        """HF key -> this rank's parts of the tensor, each block once, to look among."""
+        return {key: Along(firsts_of(parts), PART_BOX) for key, parts in self.parts.items()}
 
     def copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (key, to, from) for each block that is here again: its memory, and that of the first."""

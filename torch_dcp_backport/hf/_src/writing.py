@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import itertools
 import math
@@ -23,13 +22,11 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.hf._src.blocks import Part
 from torch_dcp_backport.hf._src.format import FileEntry, make_header, nbytes_of
 from torch_dcp_backport.hf._src.source import SINGLE
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Piece, TensorInfo, as_bytes, is_dense, part_of
 
 #: The same on all processes of a running kernel, in whichever container.
 BOOT = "/proc/sys/kernel/random/boot_id"
-#: Errors of a file system that cannot reserve room.
-CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
-
 #: Flag of Linux's `sync_file_range`: begin, and wait for nothing.
 SYNC_FILE_RANGE_WRITE = 2
 #: Bytes of a run in a file; of shorter runs the pages at both ends are too great a part.
@@ -117,7 +114,7 @@ class Files:
             file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self._open[name] = file
             reserve(file, size)
-            write_at(file, header, 0)
+            disk.write_all(file, header, 0)
 
     def seat(self, folder: Path) -> Optional[Seat]:
         """Return the seat by which other processes join the files; None where they could not be sure."""
@@ -156,7 +153,7 @@ class Files:
             OSError: the disk failed.
         """
         name, entry = self.places[key]
-        write_at(self._open[name], data, entry.start + offset)
+        disk.write_all(self._open[name], data, entry.start + offset)
         start_flushing(self._open[name], entry.start + offset, len(data))
 
     def write_box(self, key: str, box: Box, data: memoryview) -> None:
@@ -170,7 +167,7 @@ class Files:
         length = run_of(box, shape) * dtype.itemsize
         places = [entry.start + start * dtype.itemsize for start in starts_of(box, shape)]
         for number, place in enumerate(places):
-            write_at(file, data[number * length : (number + 1) * length], place)
+            disk.write_all(file, data[number * length : (number + 1) * length], place)
         if len(places) == 1:
             start_flushing(file, places[0], length)
 
@@ -253,24 +250,8 @@ def reserve(file: int, size: int) -> None:
     Raises:
         OSError: there is too little room.
     """
-    if not hasattr(os, "posix_fallocate"):
-        # Not every system can reserve room.
+    if not disk.reserve(file, size):
         os.ftruncate(file, size)
-        return
-    try:
-        if size:
-            os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        if error.errno not in CANNOT_RESERVE:
-            raise
-        os.ftruncate(file, size)
-
-
-def write_at(file: int, data: memoryview | bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def start_flushing(file: int, offset: int, nbytes: int) -> None:

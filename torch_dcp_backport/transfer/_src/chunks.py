@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from torch_dcp_backport.transfer._src.layout import Box, row_of
+from torch_dcp_backport.transfer._src.layout import Box, row_major, row_of
 
 Key = Hashable
 #: A box of a key's tensor, and the dtype that travels.
@@ -65,16 +64,6 @@ def cut_of(piece: Piece, box: Box) -> StridedPart:
     span = 1 + sum((extent - 1) * step for extent, step in zip(box.size, stride))
     start = piece.start + first * dtype.itemsize
     return StridedPart(piece.key, dtype, start, span * dtype.itemsize, box.size, stride)
-
-
-@functools.lru_cache(maxsize=4096)
-def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of this size, as torch has them also where there are no elements."""
-    strides, step = [], 1
-    for extent in reversed(size):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 def chunks(boxes: Iterable[KeyedBox], capacity: int) -> Iterator[list[Piece]]:

@@ -30,10 +30,10 @@ from torch_dcp_backport.transfer._src.errors import (
 )
 from torch_dcp_backport.transfer._src.groups import device_in, note_device
 from torch_dcp_backport.transfer._src.layout import Box
-from torch_dcp_backport.transfer._src.memory import is_same_view
+from torch_dcp_backport.transfer._src.memory import is_same_view, part_of
 from torch_dcp_backport.transfer._src.plan import Agreement
 from torch_dcp_backport.transfer._src.spread import intersection
-from torch_dcp_backport.transfer._src.staging import Move, Ring, Staging, copy_to, part_of
+from torch_dcp_backport.transfer._src.staging import Move, Ring, Staging, copy_to
 from torch_dcp_backport.transfer._src.wire import Message, finish, open_lane, post
 
 logger = logging.getLogger("torch_dcp_backport.transfer")

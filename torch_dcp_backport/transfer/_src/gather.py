@@ -28,9 +28,9 @@ from torch_dcp_backport.transfer._src.engine import Engine
 from torch_dcp_backport.transfer._src.errors import Problem, spell_doing, spell_key
 from torch_dcp_backport.transfer._src.groups import Group, backend_of, note_device
 from torch_dcp_backport.transfer._src.lanes import Lane, is_collective, lane_of
-from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.layout import misfit, whole
 from torch_dcp_backport.transfer._src.memory import has_slices, is_freed
-from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, misfit
+from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want
 
 TITLE = "cannot gather"
 

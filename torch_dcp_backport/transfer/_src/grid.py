@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from torch_dcp_backport.transfer._src.chunks import Piece, StridedPart, row_major
-from torch_dcp_backport.transfer._src.layout import Layout, Mesh, split_order
+from torch_dcp_backport.transfer._src.chunks import Piece, StridedPart
+from torch_dcp_backport.transfer._src.layout import Layout, Mesh, row_major, split_order
 from torch_dcp_backport.transfer._src.staging import Move
 
 

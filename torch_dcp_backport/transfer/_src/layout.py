@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer._src.errors import Problem, spell_key
 
 #: Per mesh dimension: None for a replica, (tensor dim, split factor) for a shard.
 Placement = Optional[tuple[int, int]]
@@ -83,6 +84,16 @@ class Box:
 def whole(shape: tuple[int, ...]) -> Box:
     """Return the box of a whole tensor of a shape."""
     return Box((0,) * len(shape), shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor of this size, as torch has them also where there are no elements."""
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True)
@@ -342,3 +353,30 @@ def row_of(box: Box, itemsize: int) -> tuple[int, int]:
         if extent > 1:
             return dim, box.numel // extent * itemsize
     return 0, itemsize
+
+
+def misfit(key: Hashable, local: torch.Tensor, layout: Layout, rank: int) -> Optional[Problem]:
+    """Return the problem of a local tensor that does not have the shape of its rank's box; None if it has it.
+
+    If this package understood a layout of torch's otherwise than torch does, the result must be an error,
+    never a wrong slice.
+
+    Args:
+        key: the key of the tensor, for the problem.
+        local: the local tensor.
+        layout: the layout that the tensor is said to have.
+        rank: the global rank that has the local tensor.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import Layout, Mesh, misfit
+        >>> rows = Layout((4, 6), Mesh((2,), (0, 1)), ((0, 1),))
+        >>> misfit("w", torch.zeros(2, 6), rows, rank=1)
+        >>> print(misfit("w", torch.zeros(4, 3), rows, rank=1))
+        the local tensor is not the shard that its placements say: w (expected (2, 6), got (4, 3))
+    """
+    box = layout.box(rank)
+    if box is None or tuple(local.shape) == box.size or local.numel() == box.numel == 0:
+        return None
+    what = "the local tensor is not the shard that its placements say"
+    return Problem(what, spell_key(key), got=str(tuple(local.shape)), expected=str(box.size))

@@ -16,8 +16,9 @@ from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, Key, Piece
 from torch_dcp_backport.transfer._src.errors import DOUBTFUL, Failure, spell_doing
 from torch_dcp_backport.transfer._src.exchange import Exchange, ExchangePlan, Route
 from torch_dcp_backport.transfer._src.layout import Box
+from torch_dcp_backport.transfer._src.memory import as_bytes, is_dense
 from torch_dcp_backport.transfer._src.plan import Agreement
-from torch_dcp_backport.transfer._src.staging import as_bytes, copy_to, is_dense
+from torch_dcp_backport.transfer._src.staging import copy_to
 
 #: Gives the memory of a box of a tensor, by its key.
 Memory = Callable[[str, Box], torch.Tensor]

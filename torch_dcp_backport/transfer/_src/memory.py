@@ -1,8 +1,10 @@
-"""The memory of tensors: its addresses, and whether their parts are parts of it. Reads addresses only."""
+"""The memory of tensors: its addresses, and their parts as views of it. Copies nothing."""
 
 from __future__ import annotations
 
 import torch
+
+from torch_dcp_backport.transfer._src.layout import Box
 
 
 def has_slices(value: torch.Tensor) -> bool:
@@ -21,6 +23,30 @@ def has_values(value: torch.Tensor) -> bool:
 def layout_text(value: torch.Tensor) -> str:
     """The kind of a tensor without slices, for errors."""
     return f"{type(value).__name__} of layout {value.layout}"
+
+
+def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
+    """The part of `tensor` (which holds the box `holds`) that belongs to `box`.
+
+    Cut with narrow(): an index of slices costs as much as the copy of a small piece, is cut short where it
+    reaches beyond the tensor, and may be a subclass's own.
+    """
+    for dim, extent in enumerate(box.size):
+        if extent != holds.size[dim]:
+            tensor = tensor.narrow(dim, box.offset[dim] - holds.offset[dim], extent)
+    return tensor
+
+
+def is_dense(part: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has its values, row-major and without gaps; else a copy has them so."""
+    is_lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()
+    return part.is_contiguous() and not is_lazy
+
+
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, which they share."""
+    # Of a single element the stride may be any, and no view of another dtype has it so.
+    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

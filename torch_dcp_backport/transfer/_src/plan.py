@@ -232,30 +232,3 @@ def packed(table: WantTable) -> bytes:
 def unpacked(data: bytes) -> WantTable:
     rows, wants, relays, note, common = pickle.loads(zlib.decompress(data))
     return WantTable({key: wants[number] for key, number in rows}, (), relays, note, common)
-
-
-def misfit(key: Key, local: torch.Tensor, layout: Layout, rank: int) -> Optional[Problem]:
-    """Return the problem of a local tensor that does not have the shape of its rank's box; None if it has it.
-
-    If this package understood a layout of torch's otherwise than torch does, the result must be an error,
-    never a wrong slice.
-
-    Args:
-        key: the key of the tensor, for the problem.
-        local: the local tensor.
-        layout: the layout that the tensor is said to have.
-        rank: the global rank that has the local tensor.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport.transfer import Layout, Mesh, misfit
-        >>> rows = Layout((4, 6), Mesh((2,), (0, 1)), ((0, 1),))
-        >>> misfit("w", torch.zeros(2, 6), rows, rank=1)
-        >>> print(misfit("w", torch.zeros(4, 3), rows, rank=1))
-        the local tensor is not the shard that its placements say: w (expected (2, 6), got (4, 3))
-    """
-    box = layout.box(rank)
-    if box is None or tuple(local.shape) == box.size or local.numel() == box.numel == 0:
-        return None
-    what = "the local tensor is not the shard that its placements say"
-    return Problem(what, spell_key(key), got=str(tuple(local.shape)), expected=str(box.size))

@@ -15,7 +15,7 @@ from torch_dcp_backport.transfer._src.consensus import common_device
 from torch_dcp_backport.transfer._src.errors import Problem, spell_key
 from torch_dcp_backport.transfer._src.exchange import Exchange, ExchangePlan, Route, problems_of, rows_of
 from torch_dcp_backport.transfer._src.groups import Group, device_in, note_device
-from torch_dcp_backport.transfer._src.layout import Box, Layout, layout_of, mesh_of, splits_of
+from torch_dcp_backport.transfer._src.layout import Box, Layout, layout_of, mesh_of, misfit, splits_of
 from torch_dcp_backport.transfer._src.memory import (
     has_slices,
     is_same_view,
@@ -23,7 +23,7 @@ from torch_dcp_backport.transfer._src.memory import (
     span_of,
     why_not_writable,
 )
-from torch_dcp_backport.transfer._src.plan import Agreement, Terms, misfit
+from torch_dcp_backport.transfer._src.plan import Agreement, Terms
 
 TITLE = "cannot reshard"
 

@@ -6,9 +6,10 @@ Pure functions of what all ranks know: both ends of a message derive it alone, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Union
+from typing import Generic, NamedTuple, Optional, TypeVar, Union
 
 from torch_dcp_backport.transfer._src.errors import Problem
 from torch_dcp_backport.transfer._src.layout import Box, Layout, whole
@@ -137,6 +138,45 @@ def intersection(a: Box, b: Box) -> Optional[Box]:
     ends = (min(i + m, j + n) for i, m, j, n in zip(a.offset, a.size, b.offset, b.size))
     size = tuple(end - start for end, start in zip(ends, offset))
     return Box(offset, size) if all(extent > 0 for extent in size) else None
+
+
+T = TypeVar("T")
+
+
+class Along(Generic[T]):
+    """What has a box of one tensor, by place: what has elements in common with another box is found at once.
+
+    Must not look at all of it for each box: there may be a hundred thousand chunks, or hundreds of experts.
+    """
+
+    def __init__(self, items: Iterable[T], box_of: Callable[[T], Box]) -> None:
+        #: In the order in which their boxes begin along the axis on which most of them are apart.
+        self.items = list(items)
+        self._box_of = box_of
+        boxes = list(map(box_of, self.items))
+        starts = [set(along) for along in zip(*(box.offset for box in boxes))]
+        #: None for a tensor without dimensions.
+        self._axis = max(range(len(starts)), key=lambda axis: len(starts[axis]), default=None)
+        if self._axis is not None:
+            axis = self._axis
+            self.items.sort(key=lambda item: box_of(item).offset[axis])
+            self._starts = sorted(box.offset[axis] for box in boxes)
+            self._longest = max(box.size[axis] for box in boxes)
+
+    def near(self, box: Box) -> list[T]:
+        """Return the items that may have elements of a box: all that have some are among them."""
+        if self._axis is None:
+            return self.items
+        start, length = box.offset[self._axis], box.size[self._axis]
+        first = bisect_right(self._starts, start - self._longest)
+        return self.items[first : bisect_left(self._starts, start + length)]
+
+    def common(self, box: Box) -> Iterator[tuple[T, Box]]:
+        """Yield the items that have elements of a box, each with the box of these elements."""
+        for item in self.near(box):
+            common = intersection(self._box_of(item), box)
+            if common is not None:
+                yield item, common
 
 
 def problems_of_spreads(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> list[Problem]:

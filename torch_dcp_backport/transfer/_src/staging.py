@@ -13,7 +13,6 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer._src.chunks import Key, Piece, StridedPart
-from torch_dcp_backport.transfer._src.layout import Box
 from torch_dcp_backport.transfer._src.memory import is_same_view
 
 #: Elements of a chunk, and the part of a tensor that they are copied from or to; two dtypes are cast.
@@ -40,30 +39,6 @@ class Views:
         start = typed.storage_offset() + piece.start // dtype.itemsize
         # In one step: narrow() and view() cost as much as the copy of a small piece.
         return typed.as_strided(piece.size, piece.stride, start)
-
-
-def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
-    """The part of `tensor` (which holds the box `holds`) that belongs to `box`.
-
-    Cut with narrow(): an index of slices costs as much as the copy of a small piece, is cut short where it
-    reaches beyond the tensor, and may be a subclass's own.
-    """
-    for dim, extent in enumerate(box.size):
-        if extent != holds.size[dim]:
-            tensor = tensor.narrow(dim, box.offset[dim] - holds.offset[dim], extent)
-    return tensor
-
-
-def is_dense(part: torch.Tensor) -> bool:
-    """Whether the memory of a tensor has its values, row-major and without gaps; else a copy has them so."""
-    is_lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()
-    return part.is_contiguous() and not is_lazy
-
-
-def as_bytes(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, which they share."""
-    # Of a single element the stride may be any, and no view of another dtype has it so.
-    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_to(target: torch.Tensor, part: torch.Tensor) -> None:
