@@ -26,7 +26,6 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     Stored,
-    files,
     load_object,
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
@@ -483,7 +482,7 @@ def in_a_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Te
         length += -(-nbytes_of(info) // ALIGNED) * ALIGNED
     fd = disk.create(path)
     try:
-        files.reserve(fd, length)
+        disk.reserve(fd, length)
         os.ftruncate(fd, length)
         memory = torch.from_file(str(path), shared=True, size=length, dtype=torch.uint8)
     finally:
