@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -18,6 +20,7 @@ from trainer import Trainer
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.__main__ import main
+from torch_dcp_backport.checkpoint import commands
 from torch_dcp_backport.checkpoint._src import difference, store
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
 from torch_dcp_backport.transfer._src.settings import Line, Meter
@@ -129,6 +132,96 @@ def test_a_step_in_the_place_of_a_root_is_told_its_root(
 def test_prune_says_that_there_is_no_step(tmp_path: Path, capsys: Capture) -> None:
     assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 1
     assert capsys.readouterr().err.endswith(f"prune: no steps in {tmp_path}\n")
+
+
+def test_prune_puts_back_the_only_step(tmp_path: Path, capsys: Capture) -> None:
+    """Killed while it was replaced, it has no name: that there is none is said where it stays so."""
+    Trainer(tmp_path).handler.save_checkpoint(3)
+    (tmp_path / "global_step_3").rename(tmp_path / ".global_step_3.was-00000000")
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1", "--dry-run"]) == 1
+    assert capsys.readouterr().err.endswith(f"prune: no steps in {tmp_path}\n")
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
+    assert (tmp_path / "global_step_3" / "manifest.json").is_file()
+
+
+def test_a_run_in_a_folder_with_the_name_of_a_step(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is no step itself; nor is a folder beside one, whatever way leads to it."""
+    Trainer(tmp_path / "a").handler.save_checkpoint(1)
+    (tmp_path / "global_step_7" / "run").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("global_step_7/run", "a/global_step_1/../../empty"):
+        capsys.readouterr()
+        assert main(["checkpoint", "list", folder]) == 1
+        assert capsys.readouterr() == (f"no steps in {folder}\n", "")
+
+
+#: Names of a root that a command or a shell would take for something else.
+ODD_NAMES = ["-run", "--keep=3", "-", "--", "-5", "a b", "q'q", "$HOME!", "a\tb", "a\nb", "\x1b[1m", "\udcff"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_the_line_that_is_told_does_it_in_a_shell(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    Trainer(tmp_path / name).handler.save_checkpoint(1)
+    monkeypatch.chdir(tmp_path)
+    behind = ["--"] if name.startswith("-") else []
+    for command in (
+        ["verify", f"./{name}"],
+        ["verify", *behind, name],
+        ["inspect", "--json", *behind, name],
+        ["pin", f"./{name}", f"{name}/global_step_1" if not behind else f"./{name}"],
+        ["list", f"./{name}/global_step_1"],
+        ["prune", "--keep", "1", f"./{name}/global_step_1/dist_ckpt"],
+    ):
+        capsys.readouterr()
+        assert main(["checkpoint", *command]) == 1
+        (error,) = capsys.readouterr().err.splitlines()
+        line = error[error.index(" (python -m ") + 2 : -1]
+        given = in_a_shell(line)
+        assert given[:4] == ["-m", "torch_dcp_backport", "checkpoint", command[0]]
+        assert main(given[2:]) == 0, line
+    assert store.is_pinned(tmp_path / name / "global_step_1")
+
+
+def in_a_shell(line: str) -> list[str]:
+    """What a program gets from a line."""
+    text = "python() { printf '%s\\0' \"$@\"; }; " + line
+    output = subprocess.run(["bash", "-c", text], check=True, stdout=subprocess.PIPE).stdout
+    return [os.fsdecode(word) for word in output.split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("checkpoint export a a", "export a/global_step_1 a"),
+        ("checkpoint export --adapter-name a a out", "export --adapter-name a a/global_step_1 out"),
+        ("checkpoint export --overwrite a a", "export --overwrite a/global_step_1 a"),
+        ("checkpoint diff --json a a", "diff --json a/global_step_1 a/global_step_1"),
+        ("convert --dtype a a b", "convert --dtype a a/global_step_1 b"),
+        ("convert --dty a --overw a a", "convert --dty a --overw a/global_step_1 a"),
+    ],
+)
+def test_the_root_alone_is_another_in_the_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, given: str, told: str
+) -> None:
+    """Not a target, and no value of an option, that is the same word."""
+    Trainer(tmp_path / "a").handler.save_checkpoint(1)
+    monkeypatch.chdir(tmp_path)
+    assert main(given.split()) != 0
+    assert capsys.readouterr().err.endswith(f" {told})\n")
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "prune"], ["checkpoint", "export"], ["convert"]])
+def test_the_options_with_a_value_are_known(command: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    options = re.findall(r"^  (--\S+) (?=\S)", capsys.readouterr().out, re.MULTILINE)
+    assert len(options) > 2
+    assert set(options) <= set(commands.WITH_VALUE)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "loop"])

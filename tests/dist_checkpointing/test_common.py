@@ -88,6 +88,19 @@ def test_what_differs_is_named_or_refused(ranks: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_compared_may_be_changed_and_all_is_saved(tmp_path: Path) -> None:
+    """By the caller's function: the values that it takes out are none that ranks compare, and are saved."""
+
+    def without_its_own(state: dict[str, Any]) -> dict[str, Any]:
+        del state["args"]["rank"]
+        state["groups"].clear()
+        return state
+
+    state = {"args": {"seed": 1, "rank": 0}, "groups": [{"lr": 0.1}]}
+    save(state, tmp_path, preprocess_common_before_consistancy_check=without_its_own)
+    assert load({}, tmp_path) == state == {"args": {"seed": 1, "rank": 0}, "groups": [{"lr": 0.1}]}
+
+
 class Odd:
     """Equal to its like, with other bytes each time."""
 

@@ -307,6 +307,18 @@ def test_values_in_odd_places() -> None:
         assert found.flags.owndata
 
 
+def test_values_deep_in_each_other() -> None:
+    """Of a thousand frames two for each: as deep as what could be saved until now."""
+    depth, value = 380, [numpy.float64(1.5)]
+    for _ in range(depth):
+        value = [value]  # type: ignore[list-item]
+    made = values.loads(values.dumps(value))
+    for _ in range(depth):
+        (made,) = made
+    assert made == [1.5]
+    assert type(made[0]) is numpy.float64
+
+
 def test_values_of_numpy_where_the_user_has_allowed_numpys_own() -> None:
     before = list(torch.serialization.get_safe_globals())
     functions = importlib.import_module(module())

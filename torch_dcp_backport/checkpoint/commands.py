@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -37,6 +38,15 @@ Remove all but the newest good steps of a run, and say of each step what becomes
 what is to stay is read. What this package did not publish, or cannot read, is left alone and never counted.
 What killed processes and failed removals left is removed first, and a step that lost its name put back.
 """
+#: The options of these commands, and of `convert`, that take the argument behind them.
+WITH_VALUE = (
+    *("--keep", "--every", "--best", "--mode", "--trash"),
+    *("--like", "--dtype", "--adapter", "--adapter-config", "--adapter-name", "--file-size", "--ep"),
+)
+#: Arguments that argparse takes for no option, in spite of their first letter.
+NO_OPTION = re.compile(r"-|-\d+|-\d*\.\d+|-[^=]* .*", re.DOTALL)
+#: Bytes that a shell gets as numbers where a word has one that a terminal does not show.
+AS_NUMBERS = frozenset(range(256)) - frozenset(range(32, 127)) | frozenset(b"\\'!")
 EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
 
 
@@ -104,19 +114,23 @@ def prune(argv: list[str], prog: str) -> int:
         return 2
     verbs = {retention.REMOVE: "would remove"} if args.dry_run else {}
 
+    seen: list[int] = []
+
     def report(verdict: StepVerdict) -> None:
+        seen.append(verdict.entry.step)
         step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
         print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
 
     if refused_step(prog, argv, args.root):
         return 1
-    if not os.path.isdir(args.root) or not store.steps_in(args.root):
-        nothing = "no steps in" if os.path.isdir(args.root) else "there is no folder"
-        print(inspection.printable(f"{prog}: {nothing} {args.root}"), file=sys.stderr)
-        return 1
+    if not os.path.isdir(args.root):
+        return int(refused(prog, f"there is no folder {args.root}"))
     failures = retention.prune(args.root, policy, report, args.dry_run, trash)
     for failure in failures:
         print(inspection.printable(f"{prog}: {failure}"), file=sys.stderr)
+    if not seen:
+        # Known now alone: a step that lost its name has it back.
+        return int(refused(prog, f"no steps in {args.root}"))
     return 0 if not failures and any(not step.fault for step in store.steps_in(args.root)) else 1
 
 
@@ -156,7 +170,9 @@ def refused_root(prog: str, argv: Sequence[str], folders: Iterable[Path]) -> boo
 
     Args:
         argv: the arguments of the command, which is shown with a step in the place of the root.
+        folders: those of its arguments that should be steps, in their order.
     """
+    folders = list(folders)
     for folder in folders:
         if holds_a_checkpoint(folder):
             continue
@@ -165,7 +181,7 @@ def refused_root(prog: str, argv: Sequence[str], folders: Iterable[Path]) -> boo
             return True
         if steps:
             text = f"{folder} is the root of {len(steps)} step(s): name one of them, such as {steps[0]}"
-            return refused(prog, text, instead(prog, argv, folder, steps[0]))
+            return refused(prog, text, instead(prog, argv, folder, steps[0], folders.count(folder)))
     return False
 
 
@@ -179,15 +195,19 @@ def refused_step(prog: str, argv: Sequence[str], folder: Path) -> bool:
         return True
     if steps or not os.path.isdir(folder) or any(map(is_step_folder, os.listdir(folder))):
         return False
-    shelf = store.shelf_of(folder.absolute())
-    if shelf is not None:
+    path = Path(os.path.realpath(folder)) if ".." in folder.parts else folder.absolute()
+    shelf = store.shelf_of(path)
+    # A run may be in a folder that has the name of a step, and is none.
+    if shelf is not None and any(
+        map(holds_a_checkpoint, [path, *path.parents][: len(shelf.below.parts) + 1])
+    ):
         root = shelf.root if folder.is_absolute() else Path(os.path.relpath(shelf.root))
         kind = "in a step" if shelf.below.parts else "a step"
         text = f"{folder} is {kind}, and the root of a run is wanted: {root}"
         return refused(prog, text, instead(prog, argv, folder, root))
     if holds_a_checkpoint(folder):
         text = f"{folder} is a checkpoint, and the root of a run is wanted: `checkpoint inspect` shows it"
-        return refused(prog, text, shlex.join([*shlex.split(prog)[:-1], "inspect", str(folder)]))
+        return refused(prog, text, line_of([*shlex.split(prog)[:-1], "inspect", as_argument(folder)]))
     return False
 
 
@@ -204,15 +224,57 @@ def steps_of(prog: str, folder: Path) -> Optional[list[Path]]:
         return None
 
 
-def instead(prog: str, argv: Sequence[str], folder: Path, other: Path) -> str:
-    """Return a command line with another folder in the place of one."""
-    given = [str(other) if not text.startswith("-") and Path(text) == folder else text for text in argv]
-    return shlex.join([*shlex.split(prog), *given])
+def instead(prog: str, argv: Sequence[str], folder: Path, other: Path, count: int = 1) -> str:
+    """Return a command line with another folder in the place of one, where that stands first.
+
+    Args:
+        count: of so many arguments. A target of the same name stays.
+    """
+    places = [place for place in places_in(argv) if Path(argv[place]) == folder][:count]
+    given = [as_argument(other) if place in places else text for place, text in enumerate(argv)]
+    return line_of([*shlex.split(prog), *given])
+
+
+def places_in(argv: Sequence[str]) -> list[int]:
+    """Return the places of the arguments that are no options, and no values of options."""
+    places, before, is_behind = [], "", False
+    for place, text in enumerate(argv):
+        is_option = text.startswith("-") and not NO_OPTION.fullmatch(text)
+        if not is_behind and text == "--":
+            is_behind = True
+        elif is_behind or not (is_option or takes_a_value(before)):
+            places.append(place)
+        before = text
+    return places
+
+
+def takes_a_value(option: str) -> bool:
+    """Return whether an option, which may be cut short, takes the argument behind it."""
+    return len(option) > 2 and any(name.startswith(option) for name in WITH_VALUE)
+
+
+def as_argument(folder: Path) -> str:
+    """Return a folder as a command takes it: "-a" would be an option."""
+    return f"./{folder}" if str(folder).startswith("-") else str(folder)
+
+
+def line_of(words: Iterable[str]) -> str:
+    """Return the line for a shell."""
+    return " ".join(map(word_of, words))
+
+
+def word_of(text: str) -> str:
+    """Return an argument as a shell takes it, in letters that any terminal shows."""
+    if inspection.printable(text) == text and "\n" not in text:
+        return shlex.quote(text)
+    letters = (f"\\{byte:03o}" if byte in AS_NUMBERS else chr(byte) for byte in os.fsencode(text))
+    return f"$'{''.join(letters)}'"
 
 
 def refused(prog: str, text: str, command: str = "") -> bool:
-    """Say why a command does nothing, and the command line that would; return True."""
-    print(inspection.printable(f"{prog}: {text}{f' ({command})' if command else ''}"), file=sys.stderr)
+    """Say in one line why a command does nothing, and the command line that would; return True."""
+    text = f"{prog}: {text}{f' ({command})' if command else ''}"
+    print(inspection.printable(text).replace("\n", "\\n"), file=sys.stderr)
     return True
 
 
@@ -223,7 +285,7 @@ def holds_a_checkpoint(folder: Path) -> bool:
 
 def inspect(argv: list[str], prog: str) -> int:
     """Run `checkpoint inspect`; of a step, on its sharded checkpoint."""
-    if refused_root(prog, argv, map(Path, argv)):
+    if refused_root(prog, argv, [Path(argv[place]) for place in places_in(argv)]):
         return 1
     parts = [os.path.join(part, SHARDED) if os.path.isdir(Path(part, SHARDED)) else part for part in argv]
     return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])

@@ -200,8 +200,9 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
     absent = [part.key for part in parts.tensors if part.data is None]
     if absent:
         raise CheckpointingException(f"tensors without data: {', '.join(absent)}")
-    # Once: the whole structure is walked for it.
+    # Once, as the whole structure is walked for it; a function of the caller's may change what it gets.
     common = parts.common
+    compared = common if options.preprocess is None else parts.common
     return Saving(
         folder,
         table_of(parts.tensors, parts.objects),
@@ -213,7 +214,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.must_load,
         options.is_hashed,
         options.written,
-        options.compared(common),
+        options.compared(compared),
         options.strict_common,
     )
 

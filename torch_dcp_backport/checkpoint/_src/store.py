@@ -716,10 +716,11 @@ def clean(
 
 def _put_back(hidden: Path, final: Path) -> None:
     try:
-        logger.warning("%s: put back, as what was to replace it was never published", final)
         os.rename(hidden, final)
     except OSError as error:
         logger.error("%s: cannot be put back: %s", final, error)
+    else:
+        logger.warning("%s: put back, as what was to replace it was never published", final)
 
 
 def _cleaned(path: Path, kind: str, final: Path) -> list[str]:

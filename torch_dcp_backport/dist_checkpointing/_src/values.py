@@ -277,7 +277,11 @@ def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[
     """
 
     def of(parts: Iterable[Any]) -> list[Any]:
-        return [part if type(part) in PLAIN else _in_place(part, replace, known) for part in parts]
+        made = []
+        # A comprehension has a frame of its own up to Python 3.11, and of frames there are a thousand.
+        for part in parts:
+            made.append(part if type(part) in PLAIN else _in_place(part, replace, known))
+        return made
 
     if id(value) in known:
         return known[id(value)][1]
