@@ -382,7 +382,8 @@ def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Exp
 def not_one(first: str, second: str) -> Problem:
     """Return the problem of two different tensors, of which a reader would take one for both."""
     what = (
-        "two tensors, where config.json says that they are one (if not, tie_word_embeddings has to be false)"
+        "two tensors, where config.json, or its class by default, says that they are one (if not, "
+        "config.json has to have tie_word_embeddings false)"
     )
     return Problem(what, f"{first} and {second}", "other values", "the same")
 
