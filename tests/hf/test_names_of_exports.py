@@ -426,6 +426,10 @@ def test_what_a_process_has_noted_in_a_configuration_is_no_setting(tmp_path: Pat
             like.to_diff_dict = lambda: {**CODE, **noted, "text_config": dict(noted)}
         hf.save_state_dict({"a": torch.ones(2)}, tmp_path / name, like=like)
         assert json.loads((tmp_path / name / "config.json").read_text()) == {**CODE, "text_config": {}}
+    # Older checkpoints have such a config.json.
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**CODE, "_attn_implementation_autoset": True}))
+    hf.save_state_dict({"a": torch.ones(2)}, tmp_path / "c", like=tmp_path / "a")
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == CODE
 
 
 OF_5 = "under transformers 5, or export"

@@ -49,7 +49,8 @@ POINTERS = (CONFIG, "tokenizer_config.json", "preprocessor_config.json", "proces
 RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w.]+)\s+import\b|import\s+\.([\w.]+)\s*$)", re.MULTILINE)
 #: Of a configuration in a process, and of no model: its place, and that 4.51 has chosen how it attends. With
 #: the second in config.json `from_pretrained` of 4.51 does not choose, and computes other values.
-OF_A_PROCESS = ("_name_or_path", "_attn_implementation_autoset")
+CHOSEN = "_attn_implementation_autoset"
+OF_A_PROCESS = ("_name_or_path", CHOSEN)
 #: The setting for the dtype of weights; the second up to transformers 4.55.
 DTYPE = ("dtype", "torch_dtype")
 #: Folders in folders that are searched for code.
