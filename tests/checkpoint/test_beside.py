@@ -268,3 +268,13 @@ def test_a_class_of_the_program_is_named_as_save_pretrained_names_it(tmp_path: P
     names = [json.loads((folder / "config.json").read_text())["architectures"] for folder in folders]
     assert names == [[kind.__name__]] * 2
     assert set(hf.Folder(folders[0]).tensors) == set(model.state_dict())
+
+
+def test_what_a_process_has_noted_is_not_in_the_configuration(tmp_path: Path) -> None:
+    """As transformers 4.51 notes that it chose how to attend; `from_pretrained` would not choose again."""
+    model = qwen2(False)
+    model.config._attn_implementation_autoset = True
+    saved(tmp_path / "step", model)
+    config = json.loads((tmp_path / "step" / "huggingface" / "config.json").read_text())
+    assert config.get("_attn_implementation_autoset", False) is False
+    assert model.config._attn_implementation_autoset is True

@@ -415,16 +415,36 @@ def test_the_configuration_is_that_of_save_pretrained(tmp_path: Path, name: str)
     hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
     model.save_pretrained(tmp_path / "own")
     own, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("own", "m"))
-    # save_pretrained tells the dtype to the configuration as well.
-    of_dtype = {"dtype", "torch_dtype"}
-    assert {key: own[key] for key in own.keys() - of_dtype} == ours
+    assert own == ours
 
 
-OF_5 = "transformers 4 opens it as another model without an error, or not at all"
+def test_what_a_process_has_noted_in_a_configuration_is_no_setting(tmp_path: Path) -> None:
+    """transformers 4.51 notes that it chose how to attend; where config.json says so, it does not choose."""
+    noted = {"_attn_implementation_autoset": True, "_name_or_path": "/here"}
+    for name, like in (("a", {**CODE, **noted, "text_config": dict(noted)}), ("b", SimpleNamespace())):
+        if name == "b":
+            like.to_diff_dict = lambda: {**CODE, **noted, "text_config": dict(noted)}
+        hf.save_state_dict({"a": torch.ones(2)}, tmp_path / name, like=like)
+        assert json.loads((tmp_path / name / "config.json").read_text()) == {**CODE, "text_config": {}}
+    # Older checkpoints have such a config.json.
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**CODE, "_attn_implementation_autoset": True}))
+    hf.save_state_dict({"a": torch.ones(2)}, tmp_path / "c", like=tmp_path / "a")
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == CODE
+
+
+OF_5 = "under transformers 5, or export"
 FREQUENCIES = {"rope_parameters": {"rope_theta": 777.0}}
 
 
-@pytest.mark.parametrize("config", [FREQUENCIES, {"text_config": FREQUENCIES}])
+def test_an_export_of_a_t5_says_which_release_opens_its_configuration(tmp_path: Path) -> None:
+    """4 scales by `tie_word_embeddings`, which 5 makes true."""
+    with heard("hf") as said:
+        like = {**CODE, "scale_decoder_outputs": False, "tie_word_embeddings": True}
+        hf.save_state_dict({"a": torch.ones(2)}, tmp_path / "5", like=like)
+    assert [OF_5 in text for text in said if "scale_decoder_outputs" in text] == [True]
+
+
+@pytest.mark.parametrize("config", [FREQUENCIES, {"text_config": FREQUENCIES}, {"encoder": FREQUENCIES}])
 def test_an_export_says_once_which_release_opens_its_configuration(tmp_path: Path, config: Any) -> None:
     """4 reads `rope_theta`, and has a default for it; the tensors are the same."""
     both = json.loads(json.dumps(config).replace('{"rope_p', '{"rope_theta": 777.0, "rope_p'))
@@ -454,6 +474,34 @@ def test_an_export_says_once_which_release_opens_its_names(tmp_path: Path) -> No
         hf.save_state_dict(model.state_dict(), tmp_path / "o", like=tmp_path / "m")
     assert not unsaid
     assert [OF_5 in text for text in said] == [True] * (int(library.__version__.partition(".")[0]) >= 5), said
+
+
+def test_a_head_of_its_own_is_written_where_the_configuration_says_so(tmp_path: Path) -> None:
+    """A T5 of transformers 5 is tied whatever its configuration says, and untied by `from_pretrained`."""
+    library = transformers()
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = library.T5ForConditionalGeneration(library.T5Config(**sizes, tie_word_embeddings=False))
+    like = {**sizes, "model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    like["tie_word_embeddings"] = False
+    state = {**model.state_dict(), "lm_head.weight": torch.ones(16, 8)}
+    hf.save_state_dict(state, tmp_path / "m", like=like)
+    opened = library.T5ForConditionalGeneration.from_pretrained(tmp_path / "m")
+    assert torch.equal(opened.lm_head.weight, torch.ones(16, 8))
+    assert torch.equal(opened.shared.weight, model.shared.weight)
+    if model.lm_head.weight is model.shared.weight:
+        with heard("hf") as said:
+            hf.save_state_dict(model.state_dict(), tmp_path / "n", like=like)
+        assert any("lm_head.weight is the embedding here" in text for text in said)
+
+
+def test_names_that_every_release_has_are_no_reason_for_a_warning(tmp_path: Path) -> None:
+    library = transformers()
+    part = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**part, "vocab_size": 16, "bos_token_id": 1, "eos_token_id": 2}
+    config = library.CLIPConfig(text_config=text, vision_config={**part, "image_size": 16, "patch_size": 8})
+    with heard("hf") as said:
+        hf.save_state_dict(library.CLIPModel(config).state_dict(), tmp_path / "m", like=config)
+    assert not said
 
 
 def test_a_configuration_that_no_release_reads_is_said_with_the_setting(tmp_path: Path) -> None:

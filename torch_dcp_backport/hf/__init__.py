@@ -29,6 +29,7 @@ from torch_dcp_backport.hf._src.blocks import (
 )
 from torch_dcp_backport.hf._src.companions import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
+    CHOSEN as CHOSEN,
     OF_QUANTISED as OF_QUANTISED,
     TEMPLATES as TEMPLATES,
     as_config as as_config,

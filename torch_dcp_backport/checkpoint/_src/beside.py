@@ -21,6 +21,7 @@ from torch import nn
 
 from torch_dcp_backport.hf import (
     ADAPTER_CONFIG,
+    CHOSEN,
     CONFIG,
     OF_QUANTISED,
     TEMPLATES,
@@ -82,6 +83,10 @@ def write_beside(
             for name in copied(names_in(origin), written):
                 write(folder / name, (origin / name).read_bytes())
     has_config = hasattr(config, "save_pretrained")
+    if getattr(config, CHOSEN, False):
+        # A note of this process alone, which `save_pretrained` of a model takes away.
+        config = copy.copy(config)
+        setattr(config, CHOSEN, False)
     if has_config and CONFIG not in saved_by(config, folder, "the configuration that it saves itself"):
         with told("the configuration, as its values"):
             values = as_config(config)

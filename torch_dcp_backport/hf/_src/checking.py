@@ -37,8 +37,8 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 #: Old files hold it; it is computed.
 COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 SHOWN = 3
-#: The part of config.json that models of pictures have.
-OF_PICTURES = "vision_config"
+#: The part of a model whose tensors have other names under transformers 4, if it is CLIP's or SigLIP's.
+TOWER = re.compile(r"(^|\.)vision_tower\.(?!vision_model\.)")
 NOTHING: Mapping[str, str] = {}
 
 
@@ -80,8 +80,15 @@ def examine(
             class get the names that `save_pretrained` gives them.
     """
     changed, has_quantised = dict(config), any(map(is_quantised, tensors.values()))
-    if has_frequencies_of_5(config):
-        say_of_5("config.json is of transformers 5 (it has rope_parameters, and no rope_theta)")
+    setting = setting_of_5(config)
+    if setting:
+        warn_once(
+            logger,
+            f"config.json is of transformers 5 (it has {setting}): transformers 4 takes its own default for "
+            "it, opens another model without an error where that differs, or opens none. Open it under "
+            "transformers 5, or export a text model with like= a config.json of transformers 4: both read it",
+            about=setting_of_5,
+        )
     if not has_quantised:
         changed, gone = classes.without_quantisation(config)
         if gone:
@@ -139,6 +146,15 @@ def examine(
             f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}",
         )
     tied, renamed = tuple(found.reading.tied), classes.renamed_ties(found.model, tensors, found.reading)
+    if changed.get("tie_word_embeddings") is False:
+        # A T5 of transformers 5 is tied all the same, until its files have two tensors: it reads both.
+        tied = tuple(keys for keys in tied if not any(map(HEADS.search, keys)))
+        if heads := list(filter(HEADS.search, {**aliases, **renamed})):
+            warn_once(
+                logger,
+                f"tie_word_embeddings is false in config.json, and {some(heads)} is the embedding here: it "
+                "is written once, and transformers 4 draws the other at random",
+            )
     shown, reading = {renamed.get(key, key): info for key, info in tensors.items()}, found.reading
     if renamed:
         reading = classes.reading(found.model, shown)
@@ -164,29 +180,27 @@ def examine(
     new = {key: renamed.get(key, key) for key in tensors}
     new = {key: in_files.get(name, name) for key, name in new.items()}
     renamed = {key: name for key, name in new.items() if key != name}
-    unlike = [name for key, name in new.items() if key not in apart and name not in source]
-    if unlike and classes.is_5() and OF_PICTURES in config and not has_frequencies_of_5(config):
-        # Under transformers 4 the vision towers of some classes have other names, and so have their files.
-        say_of_5(f"tensors have their names of transformers 5 ({some(unlike)})")
+    unlike = [name for name in new.values() if TOWER.search(name) and name not in source]
+    if unlike and classes.is_5() and not setting:
+        warn_once(
+            logger,
+            f"tensors have their names of transformers 5 ({some(unlike)}): transformers 4 may know them by "
+            "others, and draws these at random. Open the export under transformers 5, or export under "
+            "transformers 4.57: both open that",
+            about=TOWER,
+        )
     return ClassFacts(found.config, [], frozenset(kept), tied, renamed, apart=apart)
 
 
-def has_frequencies_of_5(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json, or a part of it, has rotary frequencies where 5 alone looks for them."""
+def setting_of_5(config: Mapping[str, Any]) -> str:
+    """Return what config.json, or a part of it, has where transformers 5 alone looks for it; else ""."""
     if config.get("rope_parameters") and "rope_theta" not in config:
-        return True
-    parts = [value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
-    return any(map(has_frequencies_of_5, parts))
-
-
-def say_of_5(what: str) -> None:
-    """Say once that transformers 4 does not open the export as this model."""
-    warn_once(
-        logger,
-        f"{what}: transformers 4 opens it as another model without an error, or not at all. Open it under "
-        "transformers 5, or export under transformers 4.57: both open that",
-        about=say_of_5,
-    )
+        return "rope_parameters, and no rope_theta"
+    if config.get("scale_decoder_outputs") is False and config.get("tie_word_embeddings") is not False:
+        # transformers 4 goes by `tie_word_embeddings`, which 5 makes true of every T5.
+        return "scale_decoder_outputs"
+    parts = (setting_of_5(part) for part in config.values() if isinstance(part, Mapping))
+    return next(filter(None, parts), "")
 
 
 class Found(NamedTuple):

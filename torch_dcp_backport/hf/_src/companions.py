@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 import torch
 
+from torch_dcp_backport.hf._src.format import is_plain
 from torch_dcp_backport.hf._src.source import CONFIG
 
 #: Beside config.json: with it `from_pretrained` opens another model, that of the adapter.
@@ -46,6 +47,12 @@ OF_QUANTISED = re.compile(r"(quantize_config|quant_config|hf_quant_config)\.json
 #: Files that may name code.
 POINTERS = (CONFIG, "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w.]+)\s+import\b|import\s+\.([\w.]+)\s*$)", re.MULTILINE)
+#: Of a configuration in a process, and of no model: its place, and that 4.51 has chosen how it attends. With
+#: the second in config.json `from_pretrained` of 4.51 does not choose, and computes other values.
+CHOSEN = "_attn_implementation_autoset"
+OF_A_PROCESS = ("_name_or_path", CHOSEN)
+#: The setting for the dtype of weights; the second up to transformers 4.55.
+DTYPE = ("dtype", "torch_dtype")
 #: Folders in folders that are searched for code.
 DEPTH = 4
 
@@ -57,16 +64,27 @@ def as_config(config: Any) -> dict[str, Any]:
         TypeError: neither of them.
     """
     if isinstance(config, Mapping):
-        return dict(config)
+        return of_a_model(config)
     # As `save_pretrained` writes it. A default that this release never reads may be a setting in another:
     # transformers 5 goes by the `tie_word_embeddings` that transformers 4 has at the top of LLaVA's.
     to_dict = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
     if not callable(to_dict):
         raise TypeError(f"a {type(config).__name__} is neither a mapping nor a configuration of transformers")
-    values = dict(to_dict())
-    # The place that a configuration came from is nothing of the model's.
-    values.pop("_name_or_path", None)
+    values = of_a_model(to_dict())
+    # `save_pretrained` names the dtype of the weights, also where the configuration has none.
+    of_dtype = next((name for name in DTYPE if hasattr(config, name)), None)
+    if of_dtype is not None:
+        values.setdefault(of_dtype, None)
     return {name: value for name, value in values.items() if value is not None or name != "architectures"}
+
+
+def of_a_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, and those of its parts, without what is of a process."""
+    return {
+        name: of_a_model(value) if name.endswith("_config") and isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in OF_A_PROCESS
+    }
 
 
 def companions_of(like: Any) -> dict[str, bytes]:
@@ -190,16 +208,23 @@ def files_below(folder: Path) -> Iterator[str]:
 
 
 def with_dtype(config: dict[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """Return a configuration with the dtype that the weights have; unchanged where they have several."""
-    saved = list(dict.fromkeys(str(dtype).partition(".")[2] for dtype in dtypes))
-    return _with_dtype(config, saved[0]) if len(saved) == 1 else config
+    """Return a configuration with the dtype that the weights have; unchanged where they have several.
+
+    A setting without a value, but not that of a part, gets the first of several, as from `save_pretrained`.
+    """
+    every = list(dict.fromkeys(dtypes))
+    names = [str(dtype).partition(".")[2] for dtype in every]
+    changed = _with_dtype(config, names[0]) if len(names) == 1 else dict(config)
+    first = next((name for name, dtype in zip(names, every) if is_plain(dtype)), None)
+    changed.update((name, first) for name in DTYPE if name in changed and changed[name] is None)
+    return changed
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     changed = dict(config)
     for name, value in config.items():
-        # transformers called it torch_dtype up to 4.55. Parts of a model have configurations of their own.
-        if name in ("dtype", "torch_dtype") and value is not None:
+        # Parts of a model have configurations of their own.
+        if name in DTYPE and value is not None:
             changed[name] = dtype
         elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
             changed[name] = _with_dtype(value, dtype)

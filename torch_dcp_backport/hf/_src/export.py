@@ -21,7 +21,7 @@ import torch
 from torch_dcp_backport.hf._src.apart import Cutout
 from torch_dcp_backport.hf._src.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf._src.checking import examine
-from torch_dcp_backport.hf._src.companions import OF_QUANTISED, companions_of, with_dtype
+from torch_dcp_backport.hf._src.companions import CHOSEN, OF_QUANTISED, companions_of, with_dtype
 from torch_dcp_backport.hf._src.files import MODEL_FILES, ExportDraft, FileKind
 from torch_dcp_backport.hf._src.format import NO_SHAPES, is_plain, nbytes_of
 from torch_dcp_backport.hf._src.moving import bring_to_all, bring_window
@@ -382,7 +382,8 @@ def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Exp
 def not_one(first: str, second: str) -> Problem:
     """Return the problem of two different tensors, of which a reader would take one for both."""
     what = (
-        "two tensors, where config.json says that they are one (if not, tie_word_embeddings has to be false)"
+        "two tensors, where config.json, or its class by default, says that they are one (if not, "
+        "config.json has to have tie_word_embeddings false)"
     )
     return Problem(what, f"{first} and {second}", "other values", "the same")
 
@@ -439,7 +440,8 @@ def examined(
                 facts[APART] = {key: dict(parts) for key, parts in verdict.apart.items()}
                 shown = exported({key: rows[:1] for key, rows in held.items()}, target.how, verdict.kept)
                 dtypes = [info.dtype for key, info in shown.items() if key not in verdict.kept]
-                target = with_config(target, config, with_dtype(verdict.config, dtypes))
+                changed = {name: value for name, value in verdict.config.items() if name != CHOSEN}
+                target = with_config(target, config, with_dtype(changed, dtypes))
                 if not verdict.is_quantised:
                     target = without_quantisation(target)
     published = call.publish(facts)

@@ -467,8 +467,8 @@ def other_values(call: Call, source: Source, key: str, first: str) -> list[Probl
     with call.guard(key):
         if not equal_in(source, key, first):
             what = "another value under a second name of the same tensor"
-            how = "if they are two, make the model of a configuration with tie_word_embeddings=False"
-            return [Problem(what, key, "other values", f"those of {first}; {how}")]
+            how = "make the model with tie_word_embeddings=False, or give it a second parameter"
+            return [Problem(what, key, "other values", f"those of {first}; if they are two, {how}")]
     return []
 
 
