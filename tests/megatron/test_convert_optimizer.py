@@ -6,6 +6,7 @@ The buckets are made here, in Megatron's order; test_megatron_distributed.py has
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -76,18 +77,24 @@ def in_order() -> Listed:
     return [*listed, ("decoder.final_layernorm.weight", ...), ("output_layer.weight", ...)]
 
 
-def gathered(of: dict[str, dict[str, torch.Tensor]], *chunks: Listed) -> dict[Any, Any]:
-    """The buckets of the ranks of one TP x PP, as Megatron gathers them: each begins at a multiple of 64."""
-    buckets: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, chunk in enumerate(chunks or [in_order()]):
+def flat_of(of: dict[str, dict[str, torch.Tensor]], *buckets: Listed) -> list[dict[str, torch.Tensor]]:
+    """The states of buckets of parameters, each of which begins at a multiple of 64."""
+    made = []
+    for bucket in buckets:
         flat: dict[str, list[torch.Tensor]] = {state: [] for state in STATES}
-        for key, place in reversed(chunk):
-            for state in STATES:
-                used = sum(map(len, flat[state]))
-                flat[state] += [torch.zeros(-used % 64), of[state][key][place].reshape(-1)]
-        tensors: dict[str, Any] = {state: torch.cat(parts) for state, parts in flat.items()}
-        tensors["numel_unpadded"] = len(tensors["param"])
-        buckets[number] = {(torch.bfloat16, torch.float32): tensors}
+        for (key, place), state in itertools.product(bucket, STATES):
+            used = sum(map(len, flat[state]))
+            flat[state] += [torch.zeros(-used % 64), of[state][key][place].reshape(-1)]
+        made.append({state: torch.cat(parts) for state, parts in flat.items()})
+    return made
+
+
+def gathered(of: dict[str, dict[str, torch.Tensor]], *chunks: Listed) -> dict[Any, Any]:
+    """The buckets of the ranks of one TP x PP, as Megatron gathers them: a bucket for each virtual stage."""
+    buckets: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, tensors in enumerate(flat_of(of, *(chunk[::-1] for chunk in chunks or [in_order()]))):
+        of_a_buffer: dict[str, Any] = {**tensors, "numel_unpadded": len(tensors["param"])}
+        buckets[number] = {(torch.bfloat16, torch.float32): of_a_buffer}
     return buckets
 
 
@@ -149,6 +156,67 @@ def test_virtual_stages_have_buckets_of_their_own(tmp_path):
     convert(source, tmp_path / "out", ep=1)
     got = load_plain_tensors(tmp_path / "out")
     assert all(is_equal(got[f"optimizer.state.exp_avg.{key}"], OF["exp_avg"][key]) for key in SHAPES)
+
+
+def test_zeros_are_not_taken_for_a_parameter_that_is_zero(tmp_path):
+    bias = f"{LAYER}mlp.linear_fc2.bias"
+    of = {state: {**values, bias: value_of(f"{state} {bias}", (LAYERS, 4))} for state, values in OF.items()}
+    of["param"][bias].zero_()
+    listed = in_order()
+    for layer in range(LAYERS):
+        listed.insert(listed.index((FC2, layer)) + 1, (bias, layer))
+    listed.reverse()
+    # The second bucket begins with the bias, and behind a bucket that does not end at a multiple of 64.
+    cut = listed.index((bias, LAYERS - 1))
+    buckets = flat_of(of, listed[:cut], listed[cut:])
+    assert len(buckets[0]["param"]) % 64 == 4
+    joined = {state: torch.cat([bucket[state] for bucket in buckets]) for state in STATES}
+    source = saved(
+        tmp_path / "source",
+        model_of(of),
+        {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): joined}},
+    )
+    convert(source, tmp_path / "out", ep=1)
+    got = load_plain_tensors(tmp_path / "out")
+    wrong = [
+        key for key in of["param"] if not is_equal(got[f"optimizer.state.exp_avg.{key}"], of["exp_avg"][key])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["norms that are all 1", "a tied embedding"])
+def test_no_bucket_is_left_out(tmp_path, is_tied):
+    listed = in_order()
+    middle = 1 + (len(listed) - 3) // LAYERS
+    first, second = listed[:middle][::-1], listed[middle:][::-1]
+    model = model_of(OF)
+    if is_tied:
+        del model["output_layer.weight"]
+        second = [listed[0], *second[1:]]
+        stages = [[first[:-1], first[-1:]], [second[:1], second[1:]]]
+    else:
+        # The last norm is equal to the one that the second bucket begins with.
+        cut = first.index((f"{LAYER}mlp.linear_fc1.layer_norm_weight", 0))
+        stages = [[first[:cut], first[cut:]], [second]]
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model.items()]
+    objects = []
+    for number, stage in enumerate(stages):
+        group = f"optimizer.distributed.dp_group_idx_{number}"
+        buckets = flat_of(OF, *stage)
+        lengths = {0: {"dtype": [len(bucket["param"]) for bucket in buckets]}}
+        for name, value in (("per_bucket_numel_unpadded", lengths), ("optimizer", {"param_groups": GROUPS})):
+            objects.append(ShardedObject(f"{group}.{name}", value, (1,), (0,)))
+        for place, bucket in enumerate(buckets):
+            name = f"{group}.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_{place}"
+            for state, values in bucket.items():
+                padded = torch.cat([values, torch.full((-len(values) % 128,), torch.nan)])
+                parts.append(ShardedTensor.from_rank_offsets(f"{name}.{state}", padded))
+    common = {"optimizer": {"param_state_sharding_type": "fully_sharded_bucket_space"}}
+    (tmp_path / "source").mkdir()
+    save({"parts": parts, "objects": objects, **common}, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", ep=1)
+    got = load_plain_tensors(tmp_path / "out")
+    assert all(is_equal(got[f"optimizer.state.exp_avg.{key}"], OF["exp_avg"][key]) for key in model)
 
 
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["one module for each", "one module for all"])
