@@ -269,6 +269,22 @@ def another(model: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]
 OF = states()
 FC2 = f"{LAYER}mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
+
+
+def changed(state: str, change: Any, number: int = 0) -> dict[Any, Any]:
+    """Buckets of two virtual stages, with another state of one."""
+    listed = in_order()
+    middle = 1 + (len(listed) - 3) // LAYERS
+    buckets = gathered(OF, listed[:middle], listed[middle:])
+    (tensors,) = buckets[number].values()
+    tensors[state] = change(tensors[state])
+    return buckets
+
+
+def without(state: str, number: int = 0) -> dict[Any, Any]:
+    return changed(state, lambda _: None, number)
+
+
 CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
     "weights of another step": (
         another(model_of(OF), FC2),
@@ -280,7 +296,7 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
         model_of(OF),
         gathered(OF, [one for one in in_order() if one[0] != NORM]),
         "dp_zero_gather_scatter",
-        rf"not in the optimizer's buckets: {NORM} \(expected 4, got 0 elements\)",
+        rf"not in the optimizer's buckets, .*: {NORM} \(expected 4, got 0 elements\)",
     ),
     "a parameter without a known place": (
         {**model_of(OF), f"{LAYER}mlp.another.weight": torch.ones(LAYERS, 4)},
@@ -288,6 +304,25 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
         "dp_zero_gather_scatter",
         "mlp.another.weight of .* not known where Megatron lists",
     ),
+    "no weights in a bucket": (
+        model_of(OF),
+        without("param"),
+        "dp_zero_gather_scatter",
+        "buffer 0 has no param, the float32 weights",
+    ),
+    "a moment of another length": (
+        model_of(OF),
+        changed("exp_avg", lambda values: torch.cat([values, values[:1]])),
+        "dp_zero_gather_scatter",
+        r"in .* buffer 0 exp_avg has the shape \(\d+,\), and param \(\d+,\)",
+    ),
+    "a moment that another buffer lacks": (
+        model_of(OF),
+        without("exp_avg_sq", 1),
+        "dp_zero_gather_scatter",
+        r"buffer 1 has the states exp_avg \(torch.float32\), param .* first one .* exp_avg_sq",
+    ),
+    "no buckets": (model_of(OF), [1], "dp_zero_gather_scatter", "not in a form of Megatron's buckets"),
     "an older form": (model_of(OF), {0: {}}, "dp_zero_gather_scatter", "in the form of before 2024"),
     "an unknown form": (
         model_of(OF),
@@ -371,6 +406,19 @@ def test_experts_get_an_optimizer_of_their_own_and_give_it_back(tmp_path):
     assert before.pop("training") == after.pop("training")
     assert set(before) == set(after)
     assert all(is_equal(before[key], after[key]) for key in before)
+
+
+def test_a_moment_that_the_optimizer_lacks_is_an_error(tmp_path):
+    key = f"optimizer.state.exp_avg.{EXPERT}"
+    (tmp_path / "source").mkdir()
+    keys = [EXPERT, "decoder.final_layernorm.weight"]
+    keys += [f"optimizer.state.{state}.{key}" for state, key in itertools.product(STATES, keys)]
+    keys.remove(key)
+    parts = [ShardedTensor.from_rank_offsets(key, torch.ones(2, 4, 3, 2)) for key in keys]
+    node = {"optimizer": {"param_groups": GROUPS}, "param_state_sharding_type": "fully_sharded_model_space"}
+    save({"parts": parts, "optimizer": node}, tmp_path / "source")
+    with pytest.raises(CheckpointingException, match=f"the optimizer in it has no state exp_avg: {EXPERT}"):
+        convert(tmp_path / "source", tmp_path / "ep", ep=2)
 
 
 def test_experts_in_a_group_that_cannot_be_told_are_refused(tmp_path):
