@@ -6,6 +6,7 @@ The buckets are made here, in Megatron's order; test_megatron_distributed.py has
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -76,18 +77,24 @@ def in_order() -> Listed:
     return [*listed, ("decoder.final_layernorm.weight", ...), ("output_layer.weight", ...)]
 
 
-def gathered(of: dict[str, dict[str, torch.Tensor]], *chunks: Listed) -> dict[Any, Any]:
-    """The buckets of the ranks of one TP x PP, as Megatron gathers them: each begins at a multiple of 64."""
-    buckets: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, chunk in enumerate(chunks or [in_order()]):
+def flat_of(of: dict[str, dict[str, torch.Tensor]], *buckets: Listed) -> list[dict[str, torch.Tensor]]:
+    """The states of buckets of parameters, each of which begins at a multiple of 64."""
+    made = []
+    for bucket in buckets:
         flat: dict[str, list[torch.Tensor]] = {state: [] for state in STATES}
-        for key, place in reversed(chunk):
-            for state in STATES:
-                used = sum(map(len, flat[state]))
-                flat[state] += [torch.zeros(-used % 64), of[state][key][place].reshape(-1)]
-        tensors: dict[str, Any] = {state: torch.cat(parts) for state, parts in flat.items()}
-        tensors["numel_unpadded"] = len(tensors["param"])
-        buckets[number] = {(torch.bfloat16, torch.float32): tensors}
+        for (key, place), state in itertools.product(bucket, STATES):
+            used = sum(map(len, flat[state]))
+            flat[state] += [torch.zeros(-used % 64), of[state][key][place].reshape(-1)]
+        made.append({state: torch.cat(parts) for state, parts in flat.items()})
+    return made
+
+
+def gathered(of: dict[str, dict[str, torch.Tensor]], *chunks: Listed) -> dict[Any, Any]:
+    """The buckets of the ranks of one TP x PP, as Megatron gathers them: a bucket for each virtual stage."""
+    buckets: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, tensors in enumerate(flat_of(of, *(chunk[::-1] for chunk in chunks or [in_order()]))):
+        of_a_buffer: dict[str, Any] = {**tensors, "numel_unpadded": len(tensors["param"])}
+        buckets[number] = {(torch.bfloat16, torch.float32): of_a_buffer}
     return buckets
 
 
@@ -151,6 +158,67 @@ def test_virtual_stages_have_buckets_of_their_own(tmp_path):
     assert all(is_equal(got[f"optimizer.state.exp_avg.{key}"], OF["exp_avg"][key]) for key in SHAPES)
 
 
+def test_zeros_are_not_taken_for_a_parameter_that_is_zero(tmp_path):
+    bias = f"{LAYER}mlp.linear_fc2.bias"
+    of = {state: {**values, bias: value_of(f"{state} {bias}", (LAYERS, 4))} for state, values in OF.items()}
+    of["param"][bias].zero_()
+    listed = in_order()
+    for layer in range(LAYERS):
+        listed.insert(listed.index((FC2, layer)) + 1, (bias, layer))
+    listed.reverse()
+    # The second bucket begins with the bias, and behind a bucket that does not end at a multiple of 64.
+    cut = listed.index((bias, LAYERS - 1))
+    buckets = flat_of(of, listed[:cut], listed[cut:])
+    assert len(buckets[0]["param"]) % 64 == 4
+    joined = {state: torch.cat([bucket[state] for bucket in buckets]) for state in STATES}
+    source = saved(
+        tmp_path / "source",
+        model_of(of),
+        {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): joined}},
+    )
+    convert(source, tmp_path / "out", ep=1)
+    got = load_plain_tensors(tmp_path / "out")
+    wrong = [
+        key for key in of["param"] if not is_equal(got[f"optimizer.state.exp_avg.{key}"], of["exp_avg"][key])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["norms that are all 1", "a tied embedding"])
+def test_no_bucket_is_left_out(tmp_path, is_tied):
+    listed = in_order()
+    middle = 1 + (len(listed) - 3) // LAYERS
+    first, second = listed[:middle][::-1], listed[middle:][::-1]
+    model = model_of(OF)
+    if is_tied:
+        del model["output_layer.weight"]
+        second = [listed[0], *second[1:]]
+        stages = [[first[:-1], first[-1:]], [second[:1], second[1:]]]
+    else:
+        # The last norm is equal to the one that the second bucket begins with.
+        cut = first.index((f"{LAYER}mlp.linear_fc1.layer_norm_weight", 0))
+        stages = [[first[:cut], first[cut:]], [second]]
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model.items()]
+    objects = []
+    for number, stage in enumerate(stages):
+        group = f"optimizer.distributed.dp_group_idx_{number}"
+        buckets = flat_of(OF, *stage)
+        lengths = {0: {"dtype": [len(bucket["param"]) for bucket in buckets]}}
+        for name, value in (("per_bucket_numel_unpadded", lengths), ("optimizer", {"param_groups": GROUPS})):
+            objects.append(ShardedObject(f"{group}.{name}", value, (1,), (0,)))
+        for place, bucket in enumerate(buckets):
+            name = f"{group}.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_{place}"
+            for state, values in bucket.items():
+                padded = torch.cat([values, torch.full((-len(values) % 128,), torch.nan)])
+                parts.append(ShardedTensor.from_rank_offsets(f"{name}.{state}", padded))
+    common = {"optimizer": {"param_state_sharding_type": "fully_sharded_bucket_space"}}
+    (tmp_path / "source").mkdir()
+    save({"parts": parts, "objects": objects, **common}, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", ep=1)
+    got = load_plain_tensors(tmp_path / "out")
+    assert all(is_equal(got[f"optimizer.state.exp_avg.{key}"], OF["exp_avg"][key]) for key in model)
+
+
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["one module for each", "one module for all"])
 def test_experts_are_found_in_the_order_of_either_kind_of_modules(tmp_path, is_grouped):
     router, matrices = (
@@ -201,6 +269,22 @@ def another(model: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]
 OF = states()
 FC2 = f"{LAYER}mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
+
+
+def changed(state: str, change: Any, number: int = 0) -> dict[Any, Any]:
+    """Buckets of two virtual stages, with another state of one."""
+    listed = in_order()
+    middle = 1 + (len(listed) - 3) // LAYERS
+    buckets = gathered(OF, listed[:middle], listed[middle:])
+    (tensors,) = buckets[number].values()
+    tensors[state] = change(tensors[state])
+    return buckets
+
+
+def without(state: str, number: int = 0) -> dict[Any, Any]:
+    return changed(state, lambda _: None, number)
+
+
 CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
     "weights of another step": (
         another(model_of(OF), FC2),
@@ -212,7 +296,7 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
         model_of(OF),
         gathered(OF, [one for one in in_order() if one[0] != NORM]),
         "dp_zero_gather_scatter",
-        rf"not in the optimizer's buckets: {NORM} \(expected 4, got 0 elements\)",
+        rf"not in the optimizer's buckets, .*: {NORM} \(expected 4, got 0 elements\)",
     ),
     "a parameter without a known place": (
         {**model_of(OF), f"{LAYER}mlp.another.weight": torch.ones(LAYERS, 4)},
@@ -220,6 +304,25 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], Any, str, str]] = {
         "dp_zero_gather_scatter",
         "mlp.another.weight of .* not known where Megatron lists",
     ),
+    "no weights in a bucket": (
+        model_of(OF),
+        without("param"),
+        "dp_zero_gather_scatter",
+        "buffer 0 has no param, the float32 weights",
+    ),
+    "a moment of another length": (
+        model_of(OF),
+        changed("exp_avg", lambda values: torch.cat([values, values[:1]])),
+        "dp_zero_gather_scatter",
+        r"in .* buffer 0 exp_avg has the shape \(\d+,\), and param \(\d+,\)",
+    ),
+    "a moment that another buffer lacks": (
+        model_of(OF),
+        without("exp_avg_sq", 1),
+        "dp_zero_gather_scatter",
+        r"buffer 1 has the states exp_avg \(torch.float32\), param .* first one .* exp_avg_sq",
+    ),
+    "no buckets": (model_of(OF), [1], "dp_zero_gather_scatter", "not in a form of Megatron's buckets"),
     "an older form": (model_of(OF), {0: {}}, "dp_zero_gather_scatter", "in the form of before 2024"),
     "an unknown form": (
         model_of(OF),
@@ -303,6 +406,19 @@ def test_experts_get_an_optimizer_of_their_own_and_give_it_back(tmp_path):
     assert before.pop("training") == after.pop("training")
     assert set(before) == set(after)
     assert all(is_equal(before[key], after[key]) for key in before)
+
+
+def test_a_moment_that_the_optimizer_lacks_is_an_error(tmp_path):
+    key = f"optimizer.state.exp_avg.{EXPERT}"
+    (tmp_path / "source").mkdir()
+    keys = [EXPERT, "decoder.final_layernorm.weight"]
+    keys += [f"optimizer.state.{state}.{key}" for state, key in itertools.product(STATES, keys)]
+    keys.remove(key)
+    parts = [ShardedTensor.from_rank_offsets(key, torch.ones(2, 4, 3, 2)) for key in keys]
+    node = {"optimizer": {"param_groups": GROUPS}, "param_state_sharding_type": "fully_sharded_model_space"}
+    save({"parts": parts, "optimizer": node}, tmp_path / "source")
+    with pytest.raises(CheckpointingException, match=f"the optimizer in it has no state exp_avg: {EXPERT}"):
+        convert(tmp_path / "source", tmp_path / "ep", ep=2)
 
 
 def test_experts_in_a_group_that_cannot_be_told_are_refused(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -114,27 +114,46 @@ class Buffer(NamedTuple):
     #: (state, start, stop) -> its elements.
     read: Callable[[str, int, int], torch.Tensor]
 
-    def places(self, at: int, base: int) -> Iterator[int]:
-        """Yield where the next parameter may begin, behind `at` in a bucket that begins at `base`."""
+    def places(self, at: int, base: int, has_gap: bool) -> Iterator[int]:
+        """Yield where the next parameter may begin, behind `at` in a bucket that begins at `base`.
+
+        Args:
+            has_gap: whether the bucket before it may end with padding, as before a tied embedding.
+        """
         first = base + -(-(at - base) // ALIGNED) * ALIGNED
-        yield first
+        most = MOST_GAPS * ALIGNED if has_gap and at else 0
         if self.starts is None:
+            if self.is_padding(at, first):
+                yield first
             yield at
-            # The bucket before a tied embedding ends with padding, which is zeros here.
-            for start in range(first + ALIGNED, min(first + MOST_GAPS * ALIGNED, self.numel), ALIGNED):
-                if self.read(WEIGHTS, at, start).any():
+            for start in range(first + ALIGNED, min(first + most, self.numel), ALIGNED):
+                if not self.is_padding(at, start):
                     return
                 yield start
             return
+        yield first
         for start, end in zip(self.starts[1:], self.ends):
-            if start >= at and at <= end < first + MOST_GAPS * ALIGNED:
+            if start >= at and at <= end <= at + most:
                 yield start
                 return
 
-    def base(self, start: int, before: int, is_aligned: bool) -> int:
+    def is_padding(self, start: int, stop: int) -> bool:
+        """Return whether elements of a gathered buffer are zeros in all states, as Megatron pads it.
+
+        A parameter that is zero fits in padding, too; but then its moments are left over.
+        """
+        return not any(self.read(state, start, stop).any() for state in self.states)
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether elements are all of one bucket, and before its padding."""
+        if self.starts is None:
+            return stop <= self.numel
+        return any(begin <= start and stop <= end for begin, end in zip(self.starts, self.ends))
+
+    def base(self, start: int, before: int) -> int:
         """Return where the bucket of a parameter at `start` begins; the one before it began at `before`."""
         if self.starts is None:
-            return before if is_aligned else start
+            return start if (start - before) % ALIGNED else before
         return max(begin for begin in self.starts if begin <= start)
 
 
@@ -360,17 +379,18 @@ def _fitting(
     buffer: Buffer, param: Param, guess: Guess, weights: Weights, at: int, base: int
 ) -> Optional[tuple[int, tuple[Box, ...], int]]:
     """Return (start, boxes, start of the bucket) of a parameter whose values are behind `at`."""
-    for number, start in enumerate(buffer.places(at, base)):
+    for start in buffer.places(at, base, param.key.endswith(EMBEDDINGS[0])):
         for boxes in weights.boxes(param, guess.tp, guess.tp_rank):
             if _is_at(buffer, param.key, boxes, weights, start):
-                return start, boxes, buffer.base(start, base, number == 0)
+                return start, boxes, buffer.base(start, base)
     return None
 
 
-def _is_at(buffer: Buffer, key: str, boxes: Iterable[Box], weights: Weights, start: int) -> bool:
+def _is_at(buffer: Buffer, key: str, boxes: Sequence[Box], weights: Weights, start: int) -> bool:
+    if not buffer.holds(start, start + sum(box.numel for box in boxes)):
+        return False
     for box in boxes:
-        stop = start + box.numel
-        if stop > buffer.numel or not _is_equal(buffer, start, weights.first_row(key, _first(box))):
+        if not _is_equal(buffer, start, weights.first_row(key, _first(box))):
             return False
         for part in _pieces(box):
             if not _is_equal(buffer, start, weights.values(key, part)):

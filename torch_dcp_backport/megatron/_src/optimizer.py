@@ -123,7 +123,7 @@ def source_of(opened: Opened, common: Mapping[str, Any]) -> Source:
         raise CheckpointingException(
             f"{where} optimizers at {sorted(map(str, nodes))}: one is known, or 0 and 1"
         )
-    forms = {node[SHARDING] for node in nodes.values()}
+    forms = {str(node[SHARDING]) for node in nodes.values()}
     if len(forms) > 1 or not forms <= {IN_MODEL_SPACE, *IN_BUCKETS}:
         known = ", ".join((IN_MODEL_SPACE, *IN_BUCKETS))
         raise CheckpointingException(
@@ -225,26 +225,33 @@ def buffers_of(source: Source, group: GroupId, things: Mapping[str, str]) -> Ite
     Raises:
         CheckpointingException: they are not as Megatron saves them.
     """
-    if GATHERED in things:
-        gathered = object_of(source, things[GATHERED])
-        if not gathered.get("buckets_coalesced"):
-            raise CheckpointingException(
-                f"{things[GATHERED]} is in the form of before 2024, which is not read"
-            )
-        for number in sorted(key for key in gathered if isinstance(key, int)):
-            for (dtype, _), state in gathered[number].items():
-                tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
-                name, states = (
-                    f"{group}, buffer {number}",
-                    {key: value.dtype for key, value in tensors.items()},
-                )
-                numel = tensors[WEIGHTS].numel()
-                yield Buffer(name, dtype, numel, None, (), states, Gathered(tensors).read)
-        return
-    if LENGTHS not in things:
+    where = f"{group} of {source.opened.folder}"
+    try:
+        if GATHERED in things:
+            yield from _gathered_buffers(group, object_of(source, things[GATHERED]))
+        elif LENGTHS in things:
+            yield from _stored_buffers(source, group, things)
+        else:
+            raise CheckpointingException(f"{where} has neither {GATHERED} nor {LENGTHS}")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointingException(
-            f"{group} of {source.opened.folder} has neither {GATHERED} nor {LENGTHS}"
-        )
+            f"{where} is not in a form of Megatron's buckets that is read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _gathered_buffers(group: GroupId, gathered: Any) -> Iterator[Buffer]:
+    if not gathered.get("buckets_coalesced"):
+        raise CheckpointingException(f"{group} is in the form of before 2024, which is not read")
+    for number in sorted(key for key in gathered if isinstance(key, int)):
+        for (dtype, _), state in gathered[number].items():
+            tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+            name = f"{group}, buffer {number}"
+            _check_lengths(name, {key: tuple(value.shape) for key, value in tensors.items()})
+            states = {key: value.dtype for key, value in tensors.items()}
+            yield Buffer(name, dtype, tensors[WEIGHTS].numel(), None, (), states, Gathered(tensors).read)
+
+
+def _stored_buffers(source: Source, group: GroupId, things: Mapping[str, str]) -> Iterator[Buffer]:
     buffers: dict[tuple[int, str], dict[int, dict[str, str]]] = {}
     for name, key in things.items():
         found = BUCKET.fullmatch(name)
@@ -253,6 +260,9 @@ def buffers_of(source: Source, group: GroupId, things: Mapping[str, str]) -> Ite
             buckets.setdefault(int(found[3]), {})[found[4]] = key
     lengths = object_of(source, things[LENGTHS])
     for (number, dtype), buckets in sorted(buffers.items()):
+        (unpadded,) = lengths[number].values()
+        if sorted(buckets) != list(range(len(unpadded))):
+            raise ValueError(f"buckets {sorted(buckets)} of buffer {number}, and {len(unpadded)} lengths")
         stored = [
             {
                 state: (key, source.opened.holds.tensors[key].unfolded())
@@ -261,18 +271,41 @@ def buffers_of(source: Source, group: GroupId, things: Mapping[str, str]) -> Ite
             for bucket in sorted(buckets)
         ]
         starts = [0]
-        for bucket in stored[:-1]:
+        states = {state: bucket.dtype for state, (_, bucket) in stored[0].items()}
+        for place, bucket in enumerate(stored):
+            name = f"bucket {place} of buffer {number}"
+            _check_lengths(name, {state: entry.shape for state, (_, entry) in bucket.items()})
+            _check_states(name, states, {state: entry.dtype for state, (_, entry) in bucket.items()})
             starts.append(starts[-1] + bucket[WEIGHTS][1].shape[0])
-        (unpadded,) = lengths[number].values()
+        del starts[-1]
         yield Buffer(
             f"{group}, buffer {number}",
             getattr(torch, dtype.partition(".")[2]),
             starts[-1] + unpadded[-1],
             tuple(starts),
             tuple(start + length for start, length in zip(starts, unpadded)),
-            {state: bucket.dtype for state, (_, bucket) in stored[0].items()},
+            states,
             InFiles(source.reader, stored, starts).read,
         )
+
+
+def _check_lengths(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a ValueError if the states of a buffer, or of a bucket, are not flat and equally long."""
+    if WEIGHTS not in shapes:
+        raise ValueError(f"{name} has no {WEIGHTS}, the float32 weights: it has {sorted(shapes)}")
+    for state, shape in shapes.items():
+        if len(shape) != 1 or shape != shapes[WEIGHTS]:
+            raise ValueError(f"in {name} {state} has the shape {shape}, and {WEIGHTS} {shapes[WEIGHTS]}")
+
+
+def _check_states(name: str, wanted: Mapping[str, torch.dtype], got: Mapping[str, torch.dtype]) -> None:
+    """Raise a ValueError if a buffer, or a bucket, has other states than the first one."""
+    if got != wanted:
+        raise ValueError(f"{name} has the states {_listed(got)}, and the first one {_listed(wanted)}")
+
+
+def _listed(states: Mapping[str, torch.dtype]) -> str:
+    return ", ".join(f"{state} ({dtype})" for state, dtype in sorted(states.items()))
 
 
 class Found(NamedTuple):
@@ -289,15 +322,22 @@ def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
     """Return the places of all parameters in all buckets, each compared with the weights of the model."""
     weights = Weights(source.reader, source.weights)
     groups = groups_of(source)
+    if {group.chained for group in groups} != set(source.common):
+        what = f"the buckets of {', '.join(map(str, groups)) or 'no group'} are not those of the optimizers"
+        return Problem(what, "/".join(map(str, source.path)), expected=f"{len(source.common)} of them")
     experts = source.experts
     found: list[Found] = []
     last: Optional[Guess] = None
+    states: dict[str, torch.dtype] = {}
     for group, things in groups.items():
         number_of_groups = sum(other.chained == group.chained for other in groups)
         placed: list[list[Placed]] = []
-        states: dict[str, torch.dtype] = {}
         for buffer in buffers_of(source, group, things):
-            states.update(buffer.states)
+            states = states or dict(buffer.states)
+            try:
+                _check_states(buffer.name, states, buffer.states)
+            except ValueError as error:
+                raise CheckpointingException(f"{source.opened.folder}: {error}") from None
             best = Reached(-1, "")
             is_of_experts = group.chained == 1
             for guess in guesses(number_of_groups, group.number, experts, is_of_experts, last):
@@ -486,15 +526,15 @@ def carried(opened: Opened, ep: int) -> Union[Carried, list[Problem]]:
     found = None
     tensors: dict[str, TensorInfo] = {}
     if source.form == IN_MODEL_SPACE:
+        states: dict[str, dict[str, TensorInfo]] = {}
         for key, state, weight in states_in(opened.holds.tensors):
             stored = opened.holds.tensors[key]
-            tensors[key_of(state, weight, is_split)] = TensorInfo(
-                stored.original or stored.shape, stored.dtype
-            )
-        there = {weight for _, _, weight in states_in(opened.holds.tensors)}
-        missing = [key for key in source.weights if key not in there]
-        if missing:
-            return [Problem("the optimizer in it has no state", key) for key in missing]
+            states.setdefault(state, {})[weight] = TensorInfo(stored.original or stored.shape, stored.dtype)
+        problems = list(_not_of_the_model(source, states))
+        if problems:
+            return problems
+        for state, weight in itertools.product(states, source.weights):
+            tensors[key_of(state, weight, is_split)] = states[state][weight]
     else:
         result = found_in_buckets(source)
         if isinstance(result, Problem):
@@ -503,12 +543,29 @@ def carried(opened: Opened, ep: int) -> Union[Carried, list[Problem]]:
         problems = list(_not_covered(source, found))
         if problems:
             return problems
-        states = {state: dtype for one in found for state, dtype in one.states.items()}
-        for (state, dtype), key in itertools.product(states.items(), source.weights):
+        for (state, dtype), key in itertools.product(found[0].states.items(), source.weights):
             name = key_of(RENAMED.get(state, state), key, is_split)
             tensors[name] = TensorInfo(source.weights[key].shape, dtype)
-    nodes = regrouped(_kept(source), source, is_split)
+    kept = _kept(source)
+    for node in kept.values():
+        groups_in(node)
+    nodes = regrouped(kept, source, is_split)
     return Carried(source, is_split, tensors, found, _put(common, source.path, nodes))
+
+
+def _not_of_the_model(source: Source, states: Mapping[str, Mapping[str, TensorInfo]]) -> Iterator[Problem]:
+    """Yield problems of states in the model's shapes that are not those of exactly the model's weights."""
+    if not states:
+        yield Problem("the optimizer in it has no state at all")
+    for state, infos in states.items():
+        for weight in sorted({*infos, *source.weights}):
+            if weight not in infos:
+                yield Problem(f"the optimizer in it has no state {state}", weight)
+            elif weight not in source.weights:
+                yield Problem(f"the optimizer in it has a state {state} of what the model has not", weight)
+            elif infos[weight].shape != source.weights[weight].shape:
+                sizes = f"{infos[weight].shape}", f"{source.weights[weight].shape}"
+                yield Problem(f"the optimizer's state {state} has another shape", weight, *sizes)
 
 
 def _not_covered(source: Source, found: Sequence[Found]) -> Iterator[Problem]:
@@ -519,7 +576,8 @@ def _not_covered(source: Source, found: Sequence[Found]) -> Iterator[Problem]:
     for key, stored in source.weights.items():
         have, numel = covered(boxes.get(key, ())), math.prod(stored.shape)
         if have != numel:
-            yield Problem("not in the optimizer's buckets", key, f"{have} elements", f"{numel}")
+            what = "not in the optimizer's buckets, or there with the same weights as another parameter"
+            yield Problem(what, key, f"{have} elements", f"{numel}")
 
 
 # --- what is beside the tensors ---
