@@ -6,6 +6,8 @@ JOBS ?=
 FORMATS = tests/dist_checkpointing/test_megatron_formats.py
 # megatron-core's own models, trained and saved.
 MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_families_core.py tests/megatron/test_megatron_manager_core.py
+# Its distributed optimizer, carried to other grids.
+OPTIMIZERS = tests/megatron/test_megatron_distributed.py
 # Of the examples, on torch 2.7; the matrix runs all.
 ENGINES = -k engine
 
@@ -117,7 +119,7 @@ megatron megatron-2.4: export TORCHINDUCTOR_COMPILE_THREADS = 1
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
-	$(LANES) test megatron -- $(MODELS) $(FORMATS) tests/dist_checkpointing/test_exchange.py
+	$(LANES) test megatron -- $(MODELS) $(OPTIMIZERS) $(FORMATS) tests/dist_checkpointing/test_exchange.py
 
 # Checkpoints of later releases of megatron-core, which are imported without their dependencies.
 megatron-newer:
