@@ -342,6 +342,20 @@ def test_an_optimizer_that_cannot_be_carried_is_refused_by_name(tmp_path, case):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_buckets_of_one_optimizer_are_not_those_of_two(tmp_path):
+    """The parts of one optimizer with the common state of a model at an EP above 1."""
+    (tmp_path / "source").mkdir()
+    parts = [ShardedTensor.from_rank_offsets(key, value) for key, value in model_of(OF).items()]
+    values = {"optimizer": {"param_groups": GROUPS}, "param_state": gathered(OF)}
+    objects = [ShardedObject(f"{GROUP}{name}", value, (1,), (0,)) for name, value in values.items()]
+    node = {"param_state_sharding_type": "dp_zero_gather_scatter"}
+    save({"parts": parts, "objects": objects, "optimizer": {0: node, 1: node}}, tmp_path / "source")
+    says = r"buckets of optimizer\.distributed\.dp_group_idx_0 are not those of the optimizers: optimizer"
+    with pytest.raises(CheckpointingException, match=says):
+        convert(tmp_path / "source", tmp_path / "out", ep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def test_what_needs_no_conversion_or_has_no_sense_is_refused(tmp_path):
     source = saved(tmp_path / "source", model_of(OF), gathered(OF))
     with pytest.raises(CheckpointingException, match=r"the model has no experts: ep \(2\)"):
