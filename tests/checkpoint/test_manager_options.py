@@ -349,3 +349,31 @@ def test_signals_are_watched_once(tmp_path: Path) -> None:
     with SaveSignals() as signals, pytest.raises(RuntimeError, match="watched already"):
         signals.__enter__()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("contents", [["model"], ["optimizer", "model"], ["extra"]])
+@pytest.mark.parametrize("of", ["handler", "manager"])
+def test_a_save_of_less_is_resumed_by_the_same_configuration(
+    tmp_path: Path, contents: list[str], of: str
+) -> None:
+    trainer, again = (Trainer(tmp_path, config={"save_contents": contents}) for _ in range(2))
+    trainer.train(1, 3)
+    if of == "handler":
+        trainer.handler.save_checkpoint(2)
+        assert again.handler.load_checkpoint() == 2
+    else:
+        trainer.manager.save_checkpoint(str(tmp_path / "global_step_2"), global_step=2)
+        again.manager.load_checkpoint(str(tmp_path / "global_step_2"))
+    if "model" in contents:
+        assert all(map(torch.equal, trainer.model.parameters(), again.model.parameters()))
+
+
+def test_what_a_step_has_beyond_save_contents_is_named(tmp_path: Path) -> None:
+    Trainer(tmp_path).handler.save_checkpoint(1)
+    with heard("checkpoint") as said:
+        assert Trainer(tmp_path, config={"save_contents": ["model"]}).handler.load_checkpoint() == 1
+    assert any("has optimizer, extra, too, which is not loaded" in text for text in said)
+    with heard("checkpoint") as said:
+        asked = {"save_contents": ["model"], "load_contents": ["model"]}
+        assert Trainer(tmp_path, config=asked).handler.load_checkpoint() == 1
+    assert said == []

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import param_groups
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of, values_of
@@ -29,10 +31,15 @@ from torch_dcp_backport.dist_checkpointing.serialization import (
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.state_dict import (
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
+from torch_dcp_backport.state_dict.destination import local_of
+from torch_dcp_backport.state_dict.optim.get import Params, named_state
+from torch_dcp_backport.state_dict.optim.initial import StatesUnknown, kind_of, params_of
+from torch_dcp_backport.state_dict.tree import ListIndex, place
 from torch_dcp_backport.transfer import Attempt, Call, Group, Topic, at_first, meet
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
@@ -135,6 +142,9 @@ def load_training_state(
         others = names_of_others(call, made)
     state = made.value
     with loading(checkpoint_dir, options) as load:
+        if OPTIMIZER in state:
+            states = states_of_checkpoint(model, optimizers, state[OPTIMIZER], load.checkpoint)
+            state[OPTIMIZER][STATE].update(states)
         load.ask({**dict(extra or {}), **asked_of(state, load.checkpoint, process_group, trust)})
     loaded = load.result
     if isinstance(loaded, tuple):
@@ -153,11 +163,31 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     all_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     if not all_optimizers:
         return {MODEL: get_model_state_dict(model)}
-    model_state, optimizer_state = get_state_dict(model, all_optimizers)
+    try:
+        model_state, optimizer_state = get_state_dict(model, all_optimizers)
+    except StatesUnknown:
+        if FullyShardedDataParallel.fsdp_modules(model):
+            raise
+        # A load takes their states from the checkpoint (`states_of_checkpoint`).
+        model_state, optimizer_state = get_model_state_dict(model), known_states(model, all_optimizers)
     if GROUPS in optimizer_state:
         # verl's trainers hand on lists of their configuration: betas.
         optimizer_state[GROUPS] = resolved(optimizer_state[GROUPS], GROUPS)
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
+
+
+def known_states(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the optimizers' state dict without the states that only a step with a closure can make."""
+    result: dict[str, Any] = {STATE: {}, GROUPS: []}
+    params = Params(model)
+    for optimizer in optimizers:
+        try:
+            part = get_optimizer_state_dict(model, optimizer)
+        except StatesUnknown:
+            part = named_state(params, optimizer)
+        result[STATE].update(part[STATE])
+        result[GROUPS].extend(part[GROUPS])
+    return result
 
 
 def united(call: Call, made: Attempt[dict[str, Any]]) -> dict[str, Any]:
@@ -289,13 +319,18 @@ def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collect
 
 def _tensor_paths(value: Any, path: str) -> Iterator[str]:
     """Yield the paths that `described` gives to tensors."""
+    return (key for key, _ in _tensors(value, path))
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state dict, each with its path."""
     if isinstance(value, torch.Tensor):
-        yield path
+        yield path, value
     elif path != f"{OPTIMIZER}.{GROUPS}":
         parts = value.items() if type(value) in (dict, OrderedDict) else ()
         parts = enumerate(value) if type(value) is list else parts
         for name, part in parts:
-            yield from _tensor_paths(part, joined(path, name))
+            yield from _tensors(part, joined(path, name))
 
 
 def asked_of(state: Mapping[str, Any], checkpoint: Opened, group: Group, trust: bool) -> ShardedStateDict:
@@ -315,6 +350,54 @@ def asked_of(state: Mapping[str, Any], checkpoint: Opened, group: Group, trust: 
         saved = common.get(OPTIMIZER, {}) if isinstance(common, dict) else {}
         param_groups.check(saved.get(GROUPS, []), state[OPTIMIZER][GROUPS])
     return asked
+
+
+def states_of_checkpoint(
+    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], checkpoint: Opened
+) -> dict[str, Any]:
+    """Return FQN -> new tensors for states that the checkpoint has in another form than an optimizer.
+
+    Only a step makes the states of an optimizer that is not one of torch's usual ones: it may fail without a
+    closure (LBFGS, SAM), and later steps may make others (a history). The checkpoint says what there is, as a
+    state dict says it to `load_state_dict()`. A state of its parameter's shape is cut as the parameter is.
+
+    Args:
+        state: the optimizers' state dict, as of `state_of`.
+    """
+    all_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    open_ended = [optimizer for optimizer in all_optimizers if kind_of(optimizer) is None]
+    if not open_ended or FullyShardedDataParallel.fsdp_modules(model):
+        return {}
+    fqns = Params(model).fqns
+    params = {fqns[param]: param for optimizer in open_ended for param in params_of(optimizer) if param in fqns}
+    prefix = f"{OPTIMIZER}.{STATE}."
+    saved: dict[str, dict[str, torch.Size]] = {}
+    for key, stored in checkpoint.holds.tensors.items():
+        parts = key[len(prefix) :].split(".") if key.startswith(prefix) else []
+        for length in range(len(parts) - 1, 0, -1):
+            fqn = ".".join(parts[:length])
+            if fqn in params:
+                saved.setdefault(fqn, {})[key] = torch.Size(stored.shape)
+                break
+    result: dict[str, Any] = {}
+    for fqn, shapes in saved.items():
+        own = dict(_tensors(state[STATE].get(fqn, {}), f"{prefix}{fqn}"))
+        if {key: value.shape for key, value in own.items()} == shapes:
+            continue
+        result[fqn] = {}
+        for key, shape in shapes.items():
+            path = key[len(f"{prefix}{fqn}.") :].split(".")
+            steps = [ListIndex(step) if step.isdigit() else step for step in path]
+            place(result[fqn], steps, _like(params[fqn], shape, checkpoint.holds.tensors[key].dtype))
+    return result
+
+
+def _like(param: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    if param.shape != shape:
+        # On the CPU: the optimizer's own load_state_dict() moves it, or leaves it there (a count of steps).
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    local = torch.empty_like(local_of(param), dtype=dtype, requires_grad=False)
+    return compat.wrap_local(local, param) if isinstance(param, compat.DTensor) else local
 
 
 def restored_from(state: Mapping[str, Any], loaded: StateDict, others: Collection[str]) -> dict[str, Any]:
@@ -365,7 +448,10 @@ def restored_of(asked: Any, loaded: Any) -> Any:
         return asked
     if type(asked) in (dict, OrderedDict) and isinstance(loaded, dict):
         parts = {key: restored_of(asked[key], loaded[key]) for key in asked if key in loaded}
-        return {**parts, **{key: value for key, value in loaded.items() if key not in asked}}
+        restored = {**parts, **{key: value for key, value in loaded.items() if key not in asked}}
+        if any(isinstance(key, ListIndex) for key in asked) and set(restored) == set(range(len(restored))):
+            return [restored[number] for number in range(len(restored))]
+        return restored
     if type(asked) is list and isinstance(loaded, list) and len(asked) == len(loaded):
         return [restored_of(part, other) for part, other in zip(asked, loaded)]
     return loaded

@@ -46,12 +46,14 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     GROUPS,
     MODEL,
     OPTIMIZER,
+    STATE,
     RankNames,
     asked_of,
     described,
     names_of_others,
     restored_from,
     state_of,
+    states_of_checkpoint,
     united,
 )
 from torch_dcp_backport.hf import (
@@ -460,6 +462,10 @@ class FSDPCheckpointManager(ShardedManager):
         strict = "raise_all" if is_all else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         with loading(path, options) as load:
+            if OPTIMIZER in state:
+                states = states_of_checkpoint(self.model, self.optimizers, state[OPTIMIZER], load.checkpoint)
+                for halves in (state, views):
+                    halves[OPTIMIZER][STATE].update(states)
             view, schedule = self.ask(load, common, views, others, frozen)
         loaded = load.result
         if view.changes:

@@ -99,7 +99,8 @@ class BaseCheckpointManager:
             lr_scheduler: with `state_dict()` and `load_state_dict()`; None where there is none.
             processing_class: a tokenizer or processor; saved beside the model where it has `save_pretrained`.
             checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
-                "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
+                "model", "optimizer", "extra" (scheduler and random states); all three by default. Without
+                `load_contents` a load takes what `save_contents` names. To be saved
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
                 what this rank writes to the host, and writes it in a thread; see `finish`. A setting of
                 another name is refused; verl's that change nothing here are named in the log.
@@ -121,7 +122,11 @@ class BaseCheckpointManager:
         for text in unused:
             self.tell(text)
         self.checkpoint_save_contents = contents_of(settings, "save_contents", self.offered)
+        #: A save of less than everything has to be resumed by the same configuration.
+        self._loads_what_it_saves = setting(settings, "load_contents") is None
         asked = contents_of(settings, "load_contents", self.offered)
+        if self._loads_what_it_saves:
+            asked = tuple(name for name in self.checkpoint_save_contents if name in CONTENTS) or CONTENTS
         # verl's trainers load what they save: both lists name what is only saved.
         self.checkpoint_load_contents = tuple(content for content in asked if content in CONTENTS)
         if VERL in asked and not self.checkpoint_load_contents:
@@ -673,6 +678,14 @@ class ShardedManager(BaseCheckpointManager):
         if absent:
             held = ", ".join(contents) or "nothing that this manager knows"
             raise CheckpointingException(f"{path} has no {', '.join(absent)}; it has {held}")
+        more = [name for name in contents if name not in wanted]
+        if self._loads_what_it_saves and more:
+            logger.warning(
+                "%s has %s, too, which is not loaded: without load_contents a load takes save_contents=%s",
+                path,
+                ", ".join(more),
+                list(self.checkpoint_save_contents),
+            )
         has_schedule = SCHEDULER in state or SCHEDULERS_WORLD in state
         if self.schedule_in in wanted and self.lr_scheduler is not None and not has_schedule:
             raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")

@@ -58,6 +58,10 @@ KINDS: Mapping[str, OptimizerKind] = {
 }
 
 
+class StatesUnknown(RuntimeError):
+    """An optimizer that is not one of KINDS makes its states in a step alone, and that step failed."""
+
+
 def kind_of(optim: Optimizer) -> Optional[OptimizerKind]:
     """The kind of an optimizer; None where its code is not torch's own: its states may be anything then."""
     name = type(optim).__name__
@@ -77,6 +81,9 @@ def init_optim_state(optim: Optimizer) -> None:
 
     Nothing happens where states exist, or where gradients exist: a stateless optimizer such as SGD has
     no states after real steps either.
+
+    Raises:
+        StatesUnknown: a step makes them, and fails without a closure (LBFGS, SAM).
     """
     if not is_fresh(optim):
         return
@@ -92,6 +99,9 @@ def step_without_effect(optim: Optimizer) -> None:
     """A step with zero gradients and zero learning rates, for an optimizer without states and gradients.
 
     The states stay as the step leaves them: a counter that an unknown optimizer starts at 1 must stay so.
+
+    Raises:
+        StatesUnknown: the step failed; the optimizer has no states.
     """
     groups = optim.param_groups
     params = params_of(optim)
@@ -105,6 +115,15 @@ def step_without_effect(optim: Optimizer) -> None:
             if param.requires_grad:
                 param.grad = torch.zeros_like(param)
         optim.step(closure=None)
+    except Exception as error:
+        optim.state.clear()
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise
+        name = type(optim).__name__
+        raise StatesUnknown(
+            f"the states of {name} are not known before its first step: step(closure=None) failed "
+            f"({type(error).__name__}: {error}); call step() with a closure once before"
+        ) from error
     finally:
         for group, rate in zip(groups, rates):
             if rate is not None:
@@ -290,10 +309,11 @@ class Beginning:
     def make_states(self, always: bool = False) -> None:
         """Make the states of a fresh optimizer where the code that loads it may look at them.
 
-        The code of an optimizer that is not torch's own, of hooks, and (`always`) of FSDP1.
+        The code of an optimizer that is not torch's own, of hooks, and (`always`) of FSDP1. An optimizer whose
+        step fails without a closure gets the states of the dict as they are, as by its load_state_dict().
         """
         if always or self.kind is None or is_hooked(self.optim):
-            with undone_if_failed([self]):
+            with undone_if_failed([self]), contextlib.suppress(StatesUnknown):
                 init_optim_state(self.optim)
 
     def undo(self) -> None:
