@@ -1,4 +1,4 @@
-"""Optimizers whose step needs a closure, or whose states grow: each step of a run resumes in a fresh process."""
+"""Optimizers whose step needs a closure, or whose states grow: their steps resume in a fresh process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Training:
         return [self.one_step() for _ in range(steps)]
 
     def one_step(self) -> float:
-        """Return the sum of p**4 before a step; FSDP2 of torch 2.6 does not compute it backwards on the CPU."""
+        """Return the sum of p**4 before a step, by hand: FSDP2 of torch 2.6 does not train on the CPU."""
         losses = []
 
         def closure() -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA,
 from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import boxed
+from torch_dcp_backport.dist_checkpointing._src.values import naming_too_deep
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -180,7 +181,7 @@ def saving(
     with gc_context(), options.begin() as call:
         with call.guard() as state:
             yield state
-        with call.guard() as own:
+        with call.guard() as own, naming_too_deep(state.value):
             # The working directory may be another when a save in the background ends.
             own.set(saving_of(split(state.value), Path(checkpoint_dir).absolute(), options))
         if requests is None:

@@ -12,6 +12,8 @@ from dataclasses import is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
+import torch
+
 from torch_dcp_backport.dist_checkpointing._src import sharded_tensor
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
 from torch_dcp_backport.dist_checkpointing._src.table import ObjectRow, Row, RowTable
@@ -45,6 +47,8 @@ class Split(NamedTuple):
     objects: list[ShardedObject]
     #: The structure as it was passed, with factories.
     original: ShardedStateDict
+    #: Tensors that no ShardedTensor describes, by path.
+    plain: list[tuple[Path, torch.Tensor]]
 
     @property
     def parts(self) -> list[ShardedBase]:
@@ -79,7 +83,7 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
     if any(isinstance(value, ShardedTensorFactory) for value in others):
         built = mapped(original, built_of)
         leaves = leaves_of(built)
-    result = Split(built, [], [], original)
+    result = Split(built, [], [], original, [])
     for path, value in leaves:
         if isinstance(value, ShardedTensor):
             value.validate_metadata_integrity()
@@ -89,6 +93,8 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
             result.objects.append(value)
         elif isinstance(value, ShardedBase):
             raise CheckpointingException(f"a {type(value).__name__} built by another: {value.key}")
+        elif isinstance(value, torch.Tensor):
+            result.plain.append((path, value))
         elif (hidden := hidden_in(value)) is not None:
             what = getattr(hidden, "key", f"a {type(hidden).__name__}")
             name = ".".join(map(str, path))

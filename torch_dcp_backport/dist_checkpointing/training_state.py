@@ -19,7 +19,7 @@ from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of, values_of
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
-from torch_dcp_backport.dist_checkpointing._src.values import resolved
+from torch_dcp_backport.dist_checkpointing._src.values import naming_too_deep, resolved
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.serialization import (
@@ -74,7 +74,7 @@ def sharded_state_dict(
         with call.guard() as made:
             made.set(state_of(model, optimizers))
         halves = united(call, made)
-        with call.guard() as state:
+        with call.guard() as state, naming_too_deep(halves):
             state.set(described(halves, process_group))
         meet(call, Topic("describing"))
     return state.value  # type: ignore[no-any-return]
@@ -227,7 +227,7 @@ def are_alike(call: Call, value: Attempt[Any], topic: Topic) -> bool:
     Args:
         value: the attempt to make it.
     """
-    with call.guard() as digest:
+    with call.guard() as digest, naming_too_deep(value.value):
         digest.set(digest_of(values_of(value.value)))
     with at_first(call, topic, digest) as meeting:
         if meeting.decides:
@@ -369,7 +369,9 @@ def states_of_checkpoint(
     if not open_ended or FullyShardedDataParallel.fsdp_modules(model):
         return {}
     fqns = Params(model).fqns
-    params = {fqns[param]: param for optimizer in open_ended for param in params_of(optimizer) if param in fqns}
+    params = {
+        fqns[param]: param for optimizer in open_ended for param in params_of(optimizer) if param in fqns
+    }
     prefix = f"{OPTIMIZER}.{STATE}."
     saved: dict[str, dict[str, torch.Size]] = {}
     for key, stored in checkpoint.holds.tensors.items():
@@ -387,7 +389,7 @@ def states_of_checkpoint(
         result[fqn] = {}
         for key, shape in shapes.items():
             path = key[len(f"{prefix}{fqn}.") :].split(".")
-            steps = [ListIndex(step) if step.isdigit() else step for step in path]
+            steps = tuple(ListIndex(step) if step.isdigit() else step for step in path)
             place(result[fqn], steps, _like(params[fqn], shape, checkpoint.holds.tensors[key].dtype))
     return result
 

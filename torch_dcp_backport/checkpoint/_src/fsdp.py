@@ -38,6 +38,7 @@ from torch_dcp_backport.dist_checkpointing import (
     LoadOptions,
     ShardedTensor,
     begin,
+    values,
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
@@ -299,9 +300,9 @@ class FSDPCheckpointManager(ShardedManager):
                     raise CheckpointingException(
                         "adapters are merged into the weights: unmerge them before a save"
                     )
-                halves = as_dtensors(
-                    self.halves(self.should_save_model, self.should_save_optimizer), self.model
-                )
+                halves = self.halves(self.should_save_model, self.should_save_optimizer)
+                with values.naming_too_deep(halves):
+                    halves = as_dtensors(halves, self.model)
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
             with at_first(call, Topic("writing the configuration"), common=self.save_settings()) as meeting:

@@ -182,7 +182,8 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
         if not objects:
             return
         states = call.attempt(states_of, objects)
-        own = call.attempt(lambda known: {name: marks_of(name, known[name], group) for name in known}, states)
+        with call.guard() as own, values.naming_too_deep({"state": states.value}):
+            own.set({name: marks_of(name, state, group) for name, state in states.value.items()})
         with at_first(call, Topic("comparing the user's state"), own) as meeting:
             if meeting.decides:
                 every = list(meeting.heard.values())
@@ -213,7 +214,9 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
             packed = parts.packed()
             reason = "" if trust else values.why_not_loadable(packed)
             if reason:
-                raise CheckpointingException(f"state[{name!r}] would not load again: {reason}")
+                key = values.key_of(parts.rest, values.cannot_be_loaded)
+                where = f"{key}: " if key else ""
+                raise CheckpointingException(f"state[{name!r}] would not load again: {where}{reason}")
             if is_alike[name]:
                 alike[name] = packed
             else:

@@ -47,6 +47,7 @@ from torch_dcp_backport.transfer import (
     layout_text,
     meet,
     members,
+    warn_once,
     why_not_writable,
 )
 
@@ -164,6 +165,7 @@ class Loading:
             call.problems += wrong_files(self.checkpoint.folder, places, self.index)
             if self.has_common:
                 self.common = self.checkpoint.common_state(self.trust)
+                call.problems += self.plain_problems()
         for group in self.shared_in:
             with call.guard("the group that reads together"):
                 together = group_ranks(group)
@@ -206,6 +208,30 @@ class Loading:
             what = "an object of another grid than in the checkpoint"
             got, expected = f"{tuple(part.global_shape)}", f"{tuple(other.global_shape)} as saved"
             problems.append(Problem(what, part.unique_key, got, expected))
+        return problems
+
+    def plain_problems(self) -> list[Problem]:
+        """Return the problems of plain tensors that would get nothing: they are not filled, as parts are.
+
+        One that stands where the common state has a value gets that; one that the checkpoint does not know is
+        named in the log, as programs hand on the whole state dict of a save.
+        """
+        problems, unknown = list[Problem](), list[str]()
+        asked = {part.key for part in self.parts.tensors} if self.parts.plain else ()
+        for path, tensor in self.parts.plain:
+            if is_in(self.common, path):
+                continue
+            name = ".".join(map(str, path))
+            key = next((key for key in (name, str(path[-1])) if key in self.index.tensors), None)
+            if key is None or key in asked:
+                unknown += [name] if key is None else []
+                continue
+            got = f"a plain tensor of shape {tuple(tensor.shape)}"
+            shape = f"{tuple(self.index.tensors[key].shape)}"
+            problems.append(Problem("not a ShardedTensor", name, got, f"one of {shape} for the key {key}"))
+        if unknown and self.call.is_first:
+            names = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            warn_once(logger, f"not in the checkpoint, and left out of what is loaded: {names}")
         return problems
 
     def missing_of(self, tables: Mapping[int, RowTable]) -> set[str]:
@@ -284,6 +310,17 @@ class Loading:
     def result(self) -> StateDict:
         """Return the common state, the loaded values and those that are not saved, as one state dict."""
         return merged(assembled(self.parts.built, self.common, self.loaded), self.parts.original)
+
+
+def is_in(common: Any, path: Sequence[Any]) -> bool:
+    """Return whether nested dicts and lists have a value at a path."""
+    for step in path:
+        if isinstance(common, list) and isinstance(step, int):
+            common = dict(enumerate(common))
+        if not isinstance(common, dict) or step not in common:
+            return False
+        common = common[step]
+    return True
 
 
 def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[str]:

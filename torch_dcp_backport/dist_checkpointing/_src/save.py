@@ -264,13 +264,11 @@ def ready_of(call: Call, saving: Saving) -> Ready:
         if entry.is_main:
             with call.guard(entry.unique_key):
                 # A list, as Megatron has it: of the values that a rank has under this key.
-                objects[number] = values.dumps([value])
-                check_trust(objects[number], saving.must_load, entry.unique_key)
+                objects[number] = bytes_of([value], saving.must_load, entry.unique_key)
     state = b""
     if call.is_first:
         with call.guard("common state"):
-            state = values.dumps(saving.common)
-            check_trust(state, saving.must_load, "the common state")
+            state = bytes_of(saving.common, saving.must_load, "the common state")
     compared = b"" if saving.compared is None else common.digest_of(saving.compared)
     digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
     # Last: a claim that is taken is returned where the ranks do not go on.
@@ -431,17 +429,22 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     return output
 
 
-def check_trust(state: bytes, must_load: bool, name: str) -> None:
-    """Report at the save that a load would refuse a value.
+def bytes_of(value: Any, must_load: bool, name: str) -> bytes:
+    """Return a value as it is saved; report that a load would refuse it.
 
     Raises:
-        CheckpointingException: it has to load.
+        CheckpointingException: it cannot be saved; it has to load, and would not.
     """
-    reason = values.why_not_loadable(state)
+    data = values.dumps(value)
+    reason = values.why_not_loadable(data)
+    if reason:
+        key = values.key_of(value, values.cannot_be_loaded)
+        reason = f"{key}: {reason}" if key else reason
     if reason and must_load:
         raise CheckpointingException(f"would not load again: {reason}")
     if reason:
         logger.warning("%s will not load as it is: %s", name, reason)
+    return data
 
 
 def work_of(saving: Saving, item: Item) -> WriteWork:

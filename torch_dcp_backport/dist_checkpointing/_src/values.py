@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import datetime
 import functools
 import importlib
@@ -12,7 +13,7 @@ import pickle
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Optional
@@ -22,6 +23,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import unpickle
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused, check_tuples
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 
 # --- OmegaConf's settings ---
 #
@@ -216,6 +218,78 @@ class Screen(pickle.Unpickler):
         return Stub()
 
 
+# --- where a value is ---
+#
+# In the structures of a state dict, for errors: looked for once something has failed.
+
+#: Stands for a part that is not there.
+NOTHING: Any = object()
+#: The most keys that an error shows of the way to a value.
+SHOWN_KEYS = 6
+
+
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and the parts of a dict, a list, a tuple or a Namespace; nothing of another value."""
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def key_of(value: Any, fails: Callable[[Any], bool]) -> str:
+    """Return the keys that lead to the innermost part of which a test is true, joined by dots; "" if none."""
+    keys: list[str] = []
+    while len(keys) < SHOWN_KEYS:
+        found = next(((key, part) for key, part in parts_of(value) if fails(part)), None)
+        if found is None:
+            break
+        keys.append(str(found[0]))
+        value = found[1]
+    return ".".join(keys)
+
+
+@contextlib.contextmanager
+def naming_too_deep(value: Any) -> Iterator[None]:
+    """Name the part of a value that has itself in it, or is nested too deep, where Python's stack ends.
+
+    Raises:
+        CheckpointingException: in the place of a RecursionError.
+    """
+    try:
+        yield
+    except RecursionError:
+        reason = why_too_deep(value)
+    else:
+        return
+    # Behind the handler: the error would keep a thousand frames, and what they hold.
+    raise CheckpointingException(reason)
+
+
+def why_too_deep(value: Any) -> str:
+    """Return what of a value is nested too deep, without recursion."""
+    deepest: tuple[str, ...] = ()
+    above: list[tuple[int, Any, Iterator[tuple[Any, Any]]]] = [(id(value), None, iter(parts_of(value)))]
+    within, known = {id(value)}, {id(value)}
+    while above:
+        key, part = next(above[-1][2], (None, NOTHING))
+        if part is NOTHING:
+            within.discard(above.pop()[0])
+            continue
+        keys = (*(str(key) for _, key, _ in above[1:]), str(key))
+        if id(part) in within:
+            return f"{_way(keys)} has itself in it"
+        if id(part) not in known and parts_of(part):
+            known.add(id(part))
+            within.add(id(part))
+            above.append((id(part), key, iter(parts_of(part))))
+            deepest = max(deepest, keys, key=len)
+    return f"{_way(deepest)} is nested {len(deepest)} deep, which Python's stack does not hold"
+
+
+def _way(keys: Sequence[str]) -> str:
+    return ".".join(keys[:SHOWN_KEYS]) + (" ..." if len(keys) > SHOWN_KEYS else "")
+
+
 # --- values to bytes and back ---
 
 
@@ -313,9 +387,36 @@ def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[
 
 
 def dumps(value: object) -> bytes:
+    """Return a value as bytes.
+
+    Raises:
+        CheckpointingException: it cannot be pickled, or is nested too deep; naming the keys that lead there.
+    """
     file = io.BytesIO()
-    torch.save(without_the_rest(value), file)
-    return file.getvalue()
+    with naming_too_deep(value):
+        try:
+            torch.save(without_the_rest(value), file)
+            return file.getvalue()
+        except RecursionError:
+            raise
+        except Exception as error:
+            key = key_of(value, cannot_be_saved)
+            raise CheckpointingException(
+                f"{key}{': ' if key else ''}{type(error).__name__}: {error}"
+            ) from error
+
+
+def cannot_be_saved(value: object) -> bool:
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception:
+        return True
+    return False
+
+
+def cannot_be_loaded(value: object) -> bool:
+    """Return whether a load without `trust` would refuse a value, which can be saved."""
+    return bool(why_not_loadable(dumps(value)))
 
 
 def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:

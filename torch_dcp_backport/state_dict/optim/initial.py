@@ -309,8 +309,8 @@ class Beginning:
     def make_states(self, always: bool = False) -> None:
         """Make the states of a fresh optimizer where the code that loads it may look at them.
 
-        The code of an optimizer that is not torch's own, of hooks, and (`always`) of FSDP1. An optimizer whose
-        step fails without a closure gets the states of the dict as they are, as by its load_state_dict().
+        The code of an optimizer that is not torch's own, of hooks, and (`always`) of FSDP1. An optimizer
+        whose step fails without a closure gets the dict's states as they are, as by load_state_dict().
         """
         if always or self.kind is None or is_hooked(self.optim):
             with undone_if_failed([self]), contextlib.suppress(StatesUnknown):
