@@ -26,6 +26,7 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
 from torch_dcp_backport.transfer import gc_context
+from torch_dcp_backport.transfer._src import meet, wire
 
 
 def rows(rank: int, world: int = 4, **kwargs: Any) -> ShardedTensor:
@@ -436,3 +437,37 @@ def test_what_can_be_read_once_is_no_shape() -> None:
     part = ShardedTensor("w", None, torch.float32, iter((2,)), iter((4,)), iter((99,)), (2,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"has no len\(\)"):
         part.validate_metadata_integrity()
+
+
+def save_more_than_a_load_takes(room: Any, folder: str, most: int, count: int) -> tuple[str, list[str]]:
+    """The error of a save where a message takes `most` bytes at a load."""
+    meet.MOST = meet.SPARE + most
+    try:
+        parts = [
+            ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(2), (0, dist.get_rank(), 2))
+            for n in range(count)
+        ]
+        room.save({"parts": parts}, folder)
+    except CheckpointingException as error:
+        return str(error), sorted(path.name for path in Path(folder).iterdir())
+    finally:
+        meet.MOST = wire.MOST
+    return "", sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("count", "what"), [(400, "the least size is [0-9]+"), (280, "their size is [0-9]+")]
+)
+def test_an_index_that_no_load_takes_is_refused_at_the_save(
+    ranks, tmp_path: Path, count: int, what: str
+) -> None:
+    """Also where only the finished index tells: then nothing of the save is left."""
+    for error, left in ranks(save_more_than_a_load_takes, str(tmp_path), 40_000, count, world=2):
+        assert re.search(rf"rank 0: an index too large to be loaded: \.metadata .*{what} bytes", error), error
+        assert left == []
+
+
+def test_an_index_of_the_largest_size_is_saved_and_loaded(ranks, tmp_path: Path) -> None:
+    assert [error for error, _ in ranks(save_more_than_a_load_takes, str(tmp_path), 40_000, 50, world=2)] == [
+        ""
+    ] * 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.hf._src import format as file_format
 from torch_dcp_backport.hf._src.files import ExportDraft
 from torch_dcp_backport.hf._src.format import FormatError, make_header, read_header
 from torch_dcp_backport.hf._src.writing import planned
@@ -317,3 +318,9 @@ def test_no_room_is_an_error_before_anything_moves(tmp_path):
     draft.discard()
     assert same(tmp_path / "m", TENSORS)
     assert not (tmp_path / "m" / ".partial").exists()
+
+
+def test_a_header_that_readers_refuse_is_not_written(monkeypatch) -> None:
+    monkeypatch.setattr(file_format, "MOST_HEADER", 1000)
+    with pytest.raises(ValueError, match="20 tensors in a file make a header of [0-9]+ bytes, .* take 1000"):
+        make_header({f"w{number}": TensorInfo((2,), torch.float32) for number in range(20)})

@@ -73,6 +73,7 @@ from torch_dcp_backport.transfer._src.meet import (
     Refusal as Refusal,
     Topic as Topic,
     at_first as at_first,
+    largest_answer as largest_answer,
     fail as fail,
     meet as meet,
     meet_numbers as meet_numbers,

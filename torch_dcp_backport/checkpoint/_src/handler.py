@@ -33,7 +33,7 @@ from torch_dcp_backport.checkpoint._src import (
     verl,
     watching,
 )
-from torch_dcp_backport.checkpoint._src.extra import data_state, has_state, resume
+from torch_dcp_backport.checkpoint._src.extra import MOST, data_state, has_state, resume
 from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint._src.policies import (
     PreservationPolicy,
@@ -458,6 +458,8 @@ class CheckpointHandler:
             if state is None:
                 state = values.dumps(self.train_dataloader.state_dict())
             reason = "" if self.trust else values.why_not_loadable(state)
+            if len(state) > MOST:
+                reason = f"it has {len(state)} bytes, where {MOST} are the most"
             if reason:
                 raise CheckpointingException(f"the data loader's state would not load again: {reason}")
             writing_in(draft).write(draft / f"data_{self.data_rank}.pt", state)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,7 +26,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     config_bytes,
 )
 from torch_dcp_backport.publish import disk, drafts
-from torch_dcp_backport.transfer import Problem, Refusal
+from torch_dcp_backport.transfer import Problem, Refusal, largest_answer
 
 # --- claims to a folder's files ---
 #
@@ -145,8 +145,9 @@ def publish_described(
         is_hashed: list the SHA-256 of every file, too; `outputs` has those of the ranks' files.
 
     Raises:
-        Refusal: a rank's file is not in this folder.
+        Refusal: a rank's file is not in this folder; no load could take the small files.
     """
+    refuse_too_large(outputs, len(described) + len(common), "their size")
     end = time.monotonic() + PATIENCE
     findings = [
         (rank, Problem("a rank's file is not seen by the first rank", output.file, got, "a shared folder"))
@@ -161,7 +162,34 @@ def publish_described(
         digests = {name: integrity.digest(data) for name, data in small.items()}
         digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
         small[integrity.NAME] = integrity.to_bytes(digests)
+        if len(small[integrity.NAME]) > disk.MOST_SMALL:
+            got, expected = f"{len(small[integrity.NAME])} bytes", f"at most {disk.MOST_SMALL}"
+            problem = Problem("more files than verify_integrity can list", integrity.NAME, got, expected)
+            raise Refusal([(min(outputs), problem)])
     drafts.publish(folder, small, CONFIG_FNAME, MARKERS)
+
+
+#: The least bytes that a box takes in `.metadata`.
+LEAST_OF_A_BOX = 64
+
+
+def refuse_too_large(ranks: Iterable[int], nbytes: int, what: str) -> None:
+    """Refuse a save whose small files are more than a load can hand to all ranks in one message.
+
+    Args:
+        ranks: those that save.
+        nbytes: of `.metadata` and the common state; before the save is written, a lower bound.
+        what: what `nbytes` is, for the error.
+
+    Raises:
+        Refusal: it could be saved, and never be loaded here.
+    """
+    most = largest_answer() - len(MARKER)
+    if nbytes > most:
+        got, expected = f"{what} is {nbytes} bytes", f"at most {most}, which a load can send to other ranks"
+        raise Refusal(
+            [(min(ranks), Problem("an index too large to be loaded", metadata.NAME, got, expected))]
+        )
 
 
 def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> None:

@@ -363,6 +363,8 @@ def new_share(call: Call, ready: Ready) -> tuple[WriteShare, plans.KeptPlan, rep
             findings = findings or clashes(tables, shares)
             if findings:
                 raise Refusal(findings)
+            least = commit.LEAST_OF_A_BOX * sum(len(share.tensors) for share in shares.values())
+            commit.refuse_too_large(tables, least + len(ready.common), "the least size")
             description = plans.Description(tables, shares)
             number = plans.number_of(digests)
             held = replicas.replicas_in(cells) if saving.is_checked else []

@@ -125,7 +125,7 @@ def make_header(
         shapes: name -> the shape that the file says, where it is not that of `tensors`.
 
     Raises:
-        ValueError: a dtype that the format does not have.
+        ValueError: a dtype that the format does not have; more tensors than readers take of a file.
     """
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     places: dict[str, tuple[int, int]] = {}
@@ -145,6 +145,11 @@ def make_header(
     text = json.dumps(header, separators=(",", ":")).encode()
     # The tensors begin at a multiple of 8: readers map them as they are.
     text += b" " * (-len(text) % LENGTH)
+    if len(text) > MOST_HEADER:
+        raise ValueError(
+            f"{len(tensors)} tensors in a file make a header of {len(text)} bytes, where readers take "
+            f"{MOST_HEADER}: write smaller files (Export.file_bytes)"
+        )
     begin = LENGTH + len(text)
     entries = {
         name: FileEntry(tensors[name], begin + start, begin + stop) for name, (start, stop) in places.items()

@@ -170,6 +170,11 @@ def _receive(lengths: dict[int, int], group: Group) -> dict[int, bytes]:
 SPARE = 4096
 
 
+def largest_answer() -> int:
+    """Return the most bytes that an answer to all ranks may have, however many these are."""
+    return MOST - SPARE - MOST // 1024
+
+
 class Topic(NamedTuple):
     """The matter of a meeting."""
 
