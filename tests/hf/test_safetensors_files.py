@@ -322,5 +322,5 @@ def test_no_room_is_an_error_before_anything_moves(tmp_path):
 
 def test_a_header_that_readers_refuse_is_not_written(monkeypatch) -> None:
     monkeypatch.setattr(file_format, "MOST_HEADER", 1000)
-    with pytest.raises(ValueError, match="20 tensors in a file make a header of [0-9]+ bytes, .* take 1000"):
+    with pytest.raises(ValueError, match=r"20 tensors in a file make a header of [0-9]+ bytes, .* take 1000"):
         make_header({f"w{number}": TensorInfo((2,), torch.float32) for number in range(20)})
