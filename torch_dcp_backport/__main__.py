@@ -10,9 +10,10 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
 
 import torch_dcp_backport
-from torch_dcp_backport import Status
+from torch_dcp_backport import Status, arguments
 from torch_dcp_backport.activation import gate
 
 PROG = "python -m torch_dcp_backport"
@@ -130,6 +131,8 @@ def main(argv: list[str]) -> int:
     try:
         try:
             return COMMANDS[command](rest) if command in COMMANDS else usage(argv)
+        except SystemExit as ended:  # a parser's
+            return int(ended.code or 0)
         finally:
             if sys.stdout is not None:  # closed by the caller
                 sys.stdout.flush()
@@ -147,7 +150,7 @@ def usage(argv: list[str]) -> int:
         print(torch_dcp_backport.__version__)
         return 0
     if argv:
-        print(f"{PROG}: no command {argv[0]!r}\n", file=sys.stderr)
+        return no_such(PROG, "command", argv[0], COMMANDS)
     print(HELP, end="", file=sys.stderr)
     return 2
 
@@ -207,25 +210,33 @@ def report(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    from torch_dcp_backport.checkpoint.commands import ACTIONS
+    prog = f"{PROG} checkpoint"
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print(f"usage: {prog} ACTION ...\n\n{ACTIONS_HELP}", file=sys.stdout if argv else sys.stderr)
+        print(f"more: {PROG} help checkpoint ACTION", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    action, rest = argv[0], argv[1:]
+    if action not in arguments.CHECKPOINT:
+        return no_such(prog, "action", action, arguments.CHECKPOINT)
+    args = arguments.CHECKPOINT[action](f"{prog} {action}").parse_args(rest)
+    from torch_dcp_backport.checkpoint import commands
 
-    parser = argparse.ArgumentParser(
-        prog=f"{PROG} checkpoint",
-        usage=f"{PROG} checkpoint ACTION ...",
-        description=ACTIONS_HELP,
-        epilog=f"more: {PROG} help checkpoint ACTION",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help="one of these")
-    action = parser.parse_args(argv[:1]).action
-    return ACTIONS[action](argv[1:], f"{PROG} checkpoint {action}")
+    return commands.main(action, args, f"{prog} {action}")
+
+
+def no_such(prog: str, what: str, word: str, known: Iterable[str]) -> int:
+    close = arguments.nearest(word, known) or f": there are {', '.join(known)} ({PROG} help)"
+    arguments.say(prog, f"no {what} {word!r}{close}")
+    return 2
 
 
 def convert(argv: list[str]) -> int:
-    from torch_dcp_backport.checkpoint.commands import refused_root
-    from torch_dcp_backport.megatron.commands import main as convert
+    prog = f"{PROG} convert"
+    args = arguments.of_convert(prog).parse_args(argv)
+    from torch_dcp_backport.checkpoint.commands import check_steps
+    from torch_dcp_backport.megatron import commands
 
-    return convert(argv, f"{PROG} convert", refused_root)
+    return commands.main(args, prog, check_steps)
 
 
 def run(argv: list[str]) -> int:

@@ -18,7 +18,6 @@ import pytest
 from damaging import flip
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import commands
 from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
 from torch_dcp_backport.checkpoint._src.retention import Retention, keeping
@@ -158,7 +157,7 @@ def test_what_could_not_be_loaded_does_not_count(tmp_path: Path) -> None:
 def test_prune_reads_what_is_to_stay(tmp_path: Path) -> None:
     folders = {step: published(tmp_path, step) for step in (5, 6, 10)}
     (folders[10] / "part" / "file").write_bytes(b"valuez")
-    assert commands.prune([str(tmp_path), "--keep", "1"], "checkpoint prune") == 0
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
     assert list(states(tmp_path)) == [10, 6]
 
 
@@ -394,17 +393,17 @@ def test_a_garbled_tracker_is_no_number(tmp_path: Path, content: bytes) -> None:
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.list_steps([str(tmp_path)], "checkpoint list") == 1
+    assert main(["checkpoint", "list", str(tmp_path)]) == 1
     for step in (1, 2, 3):
         published(tmp_path, step)
     lose(tmp_path / "global_step_3")
     capsys.readouterr()
-    assert commands.list_steps([str(tmp_path)], "checkpoint list") == 0
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] != " "] == ["step", "3", "2", "1"]
     assert "No such file" in lines[2]
     assert lines[3].split()[-4:] == ["complete", "-", "-", "-"]
-    assert commands.list_steps([str(tmp_path), "--json"], "checkpoint list") == 0
+    assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["steps"]
     assert [(step["step"], step["bytes"], step["ranks"], step["checked"]) for step in listed] == [
         (3, 6, 4, "sizes"),
@@ -460,7 +459,7 @@ def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.Captu
     assert "manifest.json cannot be read" in capsys.readouterr().out
     (folder / "manifest.json").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 1
-    assert "holds no distributed checkpoint" in capsys.readouterr().err
+    assert "holds no distributed checkpoint" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: Path, monkeypatch) -> None:

@@ -104,7 +104,11 @@ def test_status_fails_where_the_fix_cannot_be_had(fresh: Fresh, tmp_path: Path) 
         (["help", "doctor", "train.py"], 0, "exit codes: 0 nothing to change"),
         (["help", "checkpoint"], 0, "checkpoint list ROOT"),
         (["help", "checkpoint", "list"], 0, "usage: python -m torch_dcp_backport checkpoint list"),
-        (["help", "checkpoint", "parrot"], 2, "invalid choice: 'parrot'"),
+        (["help", "checkpoint", "parrot"], 2, "no action 'parrot': there are list, prune, pin"),
+        (["chekpoint"], 2, "no command 'chekpoint'; did you mean checkpoint?"),
+        (["checkpoint", "lst"], 2, "no action 'lst'; did you mean list?"),
+        (["checkpoint", "prune", "run", "--keep", "0"], 2, "argument --keep: 0: keep at least 1"),
+        (["convert", "a", "b", "--dtype", "bf16"], 2, "did you mean bfloat16?"),
         (["doctor"], 2, "name the program to look at, as in `doctor train.py`"),
         (["help", "parrot"], 2, "no command 'parrot'"),
         (["status", "--help"], 0, "exit codes: 0 applied"),
@@ -334,3 +338,70 @@ def test_verify_looks_first_whether_it_can_write(fresh: Fresh, tmp_path: Path, o
         f"verify could not run: {option} no/such/place cannot be written: No such file or directory"
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_TORCH = """
+import json, sys
+from torch_dcp_backport.__main__ import main
+code = main(sys.argv[1:])
+print()
+print(json.dumps([code, "torch" in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["help"], 0),
+        (["chekpoint"], 2),
+        *((["help", command], 0) for command in COMMANDS),
+        *((["checkpoint", action.split()[0], "--help"], 0) for action in CHECKPOINT),
+        *((["checkpoint", action.split()[0], "--parrot"], 2) for action in CHECKPOINT),
+        (["checkpoint"], 2),
+        (["checkpoint", "lst"], 2),
+        (["checkpoint", "prune", "run", "--keep", "none"], 2),
+        (["checkpoint", "export", "a", "b", "--dtype", "bf16"], 2),
+        (["convert", "a"], 2),
+        (["convert", "a", "b", "--ep", "0"], 2),
+        (["convert", "a", "b", "--file-size", "much"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_wrong_usage_need_no_torch(fresh: Fresh, argv: list[str], code: int) -> None:
+    ended = fresh(WITHOUT_TORCH, *argv)
+    assert ended.facts == [code, False]
+    assert [line for line in ended.err.splitlines() if len(line) > 100] == []
+
+
+def test_the_arguments_are_those_of_the_libraries() -> None:
+    """Which need torch: so they stand in `arguments`, too."""
+    import torch
+
+    from torch_dcp_backport import arguments
+    from torch_dcp_backport.checkpoint._src import exporting, policies
+    from torch_dcp_backport.checkpoint.commands import ACTIONS
+    from torch_dcp_backport.megatron.families import kinds
+    from torch_dcp_backport.megatron.families.towers import TOWERS
+
+    assert set(arguments.MODEL_TYPES) == {*kinds(), *TOWERS}
+    assert (arguments.MERGE, arguments.ALONE) == (exporting.MERGE, exporting.ALONE)
+    assert arguments.MODES == policies.MODES
+    assert list(arguments.CHECKPOINT) == list(ACTIONS) == [action.split()[0] for action in CHECKPOINT]
+    assert all(getattr(torch, name).is_floating_point for name in arguments.DTYPES)
+
+
+def test_an_error_of_a_library_is_said_as_a_command_would(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_dcp_backport import arguments
+
+    text = (
+        "cannot export: 1 problem(s), nothing was changed.\n  rank 0: out holds a model; "
+        "Export(overwrite=True) replaces it, and name a folder with like= or --like: trust=True\n"
+        f"  rank 0: {'word ' * 40}"
+    )
+    arguments.say("prog", text)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "prog: cannot export: nothing was changed.",
+        "  out holds a model; --overwrite replaces it, and name a folder with --like: --trust",
+    ]
+    assert max(map(len, lines)) <= arguments.COLUMNS

@@ -466,8 +466,7 @@ def test_what_the_command_says_fits_a_terminal(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any("12 of " in line for line in lines)
-    with pytest.raises(SystemExit):
-        main(["convert", "--help"])
+    assert main(["convert", "--help"]) == 0
     said = capsys.readouterr().out
     assert "mixtral" in said
     assert "qwen2_5_vl" in said
@@ -485,10 +484,10 @@ def test_a_terminal_sees_a_bar_that_ends_at_the_whole(tmp_path, model, capsys, m
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--dtype", "green"), "--dtype green: torch has no such dtype"),
-        (("--dtype", "int8"), "--dtype int8: weights are floating-point numbers"),
-        (("--file-size", "0"), "--file-size 0: no size such as 2GB"),
-        (("--file-size", "two"), "--file-size two: no size such as 2GB"),
+        (("--dtype", "green"), "argument --dtype: green: expected one of float64"),
+        (("--dtype", "int8"), "argument --dtype: int8: expected one of float64"),
+        (("--file-size", "0"), "argument --file-size: 0: no size such as 2GB"),
+        (("--file-size", "two"), "argument --file-size: two: no size such as 2GB"),
     ],
     ids=str,
 )
@@ -534,7 +533,7 @@ def test_progress_of_a_cast_ends_with_the_bytes_that_are_written(tmp_path, model
 def test_what_means_nothing_to_a_checkpoint_is_refused(tmp_path, model, capsys, arguments, says):
     for more in ((), ("--dry-run",)):
         assert main(["convert", str(model), str(tmp_path / "ckpt"), *arguments, *more]) == 2
-        assert says in capsys.readouterr().err
+        assert says in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "ckpt").exists()
     options = hf.Export(torch.bfloat16, 10**9)
     with pytest.raises(CheckpointingException, match=r"the sizes of its tensors: file_bytes"):

@@ -448,10 +448,10 @@ def test_the_command_carries_an_optimizer(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{4 * len(SHAPES)} tensors, {numel * 14 / 1024:.1f} KiB" in said
     assert main(["convert", source, str(tmp_path / "no"), "--ep", "none"]) == 2
-    assert "--ep none: no number of parts" in capsys.readouterr().err
+    assert "argument --ep: none: no number" in capsys.readouterr().err
     assert main(["convert", source, str(tmp_path / "no"), "--ep", "1", "--dtype", "float32"]) == 2
-    assert "--dtype is for files alone" in capsys.readouterr().err
+    assert "--dtype is for files alone" in " ".join(capsys.readouterr().err.split())
     decoder = Decoder()
     write_folder(tmp_path / "hf", decoder, decoder.tensors())
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "no"), "--ep", "1"]) == 2
-    assert "which have no optimizer" in capsys.readouterr().err
+    assert "which have no optimizer" in " ".join(capsys.readouterr().err.split())

@@ -20,6 +20,8 @@ NAME = PACKAGE.name
 #: Part of the package -> the parts that it may use, from the ground up: each stands below all that use it.
 FLOORS: dict[str, set[str]] = {
     "_version": set(),
+    # Parsers of commands: there without torch.
+    "arguments": set(),
     "compat": set(),
     "publish": set(),
     "transfer": {"compat"},
@@ -29,9 +31,11 @@ FLOORS: dict[str, set[str]] = {
     "activation": {"_version", "dcp", "state_dict"},
     "dist_checkpointing": {"compat", "publish", "transfer"},
     "hf": {"compat", "publish", "transfer"},
-    "megatron": {"compat", "publish", "transfer", "hf", "dist_checkpointing"},
+    "megatron": {"arguments", "compat", "publish", "transfer", "hf", "dist_checkpointing"},
     "rooms": set(),
-    "checkpoint": {"compat", "publish", "transfer", "hf", "dist_checkpointing", "state_dict", "rooms"},
+    "checkpoint": {
+        *("arguments", "compat", "publish", "transfer", "hf", "dist_checkpointing", "state_dict", "rooms")
+    },
     "engine": {"compat", "transfer", "hf", "rooms"},
 }
 #: Modules that stand on another floor than their folder, and what they may use besides.

@@ -1,26 +1,27 @@
-"""The commands `checkpoint list | prune ROOT`, `pin | unpin | inspect | verify DIR` and `export DIR OUT`."""
+"""The commands `checkpoint list | prune ROOT`, `pin | unpin | inspect | verify DIR` and `export DIR OUT`.
+
+Their arguments are in `arguments`, which is there without torch.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import json
 import os
-import re
-import shlex
-import sys
 import textwrap
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Optional
 
 import torch
 
-from torch_dcp_backport.checkpoint._src import difference, exporting, manifest, retention, store
+from torch_dcp_backport.arguments import Refused, say
+from torch_dcp_backport.checkpoint._src import difference, manifest, retention, store
 from torch_dcp_backport.checkpoint._src.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint._src.manifest import Manifest
-from torch_dcp_backport.checkpoint._src.policies import MODES, PreservationPolicy
+from torch_dcp_backport.checkpoint._src.policies import PreservationPolicy
 from torch_dcp_backport.checkpoint._src.retention import StepVerdict
 from torch_dcp_backport.checkpoint._src.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
@@ -28,39 +29,13 @@ from torch_dcp_backport.dist_checkpointing.core import CONFIG_FNAME, SHARDED
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.transfer import Line, Meter, configure, settings
 
-CODES = "exit codes: 0 fine; 1 no good step, or one that cannot be removed; 2 wrong usage"
-LISTS = """\
-List the steps of a run, newest first: complete, or why not, and where uploaded. By default files are compared
-with the manifest by their sizes alone; --verify reads all of them, and compares their checksums.
-"""
-PRUNES = """\
-Remove all but the newest good steps of a run, and say of each step what becomes of it and why. Every byte of
-what is to stay is read. What this package did not publish, or cannot read, is left alone and never counted.
-What killed processes and failed removals left is removed first, and a step that lost its name put back.
-"""
-#: The options of these commands, and of `convert`, that take the argument behind them.
-WITH_VALUE = (
-    *("--keep", "--every", "--best", "--mode", "--trash"),
-    *("--like", "--dtype", "--adapter", "--adapter-config", "--adapter-name", "--file-size", "--ep"),
-)
-#: Arguments that argparse takes for no option, in spite of their first letter.
-NO_OPTION = re.compile(r"-|-\d+|-\d*\.\d+|-[^=]* .*", re.DOTALL)
-#: Bytes that a shell gets as numbers where a word has one that a terminal does not show.
-AS_NUMBERS = frozenset(range(256)) - frozenset(range(32, 127)) | frozenset(b"\\'!")
-EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
 
-
-def list_steps(argv: list[str], prog: str) -> int:
+def list_steps(args: Namespace, prog: str) -> int:
     """Run `checkpoint list`."""
-    parser = argparse.ArgumentParser(prog=prog, description=LISTS, epilog=CODES)
-    parser.add_argument("root", metavar="ROOT", type=Path)
-    parser.add_argument("--verify", action="store_true", help="read every file, and compare its checksum")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    args = parser.parse_args(argv)
-    if refused_step(prog, argv, args.root):
-        return 1
+    check_root(args.root)
     steps = store.steps_in(args.root)
-    nothing = f"no steps in {args.root}" if os.path.isdir(args.root) else f"there is no folder {args.root}"
+    if not steps:
+        raise Refused(f"no steps in {args.root}")
     if args.verify:
         meter = Meter("verify", settings.progress() or Line())
         meter.expect(lambda: sum(nbytes_of(step) for step in steps))
@@ -69,8 +44,7 @@ def list_steps(argv: list[str], prog: str) -> int:
         listed = [as_dict(step, args.verify) for step in steps]
         print(json.dumps({"root": str(args.root), "steps": listed}, indent=2))
     else:
-        lines = as_table(steps, args.verify) if steps else [nothing]
-        print(inspection.printable("\n".join(lines)))
+        print(inspection.printable("\n".join(as_table(steps, args.verify))))
     return 0 if any(not step.fault for step in steps) else 1
 
 
@@ -90,28 +64,12 @@ def verified(step: Step, meter: Meter) -> Step:
     return dataclasses.replace(step, fault=fault)
 
 
-def prune(argv: list[str], prog: str) -> int:
+def prune(args: Namespace, prog: str) -> int:
     """Run `checkpoint prune`."""
-    parser = argparse.ArgumentParser(prog=prog, description=PRUNES, epilog=CODES)
-    parser.add_argument("root", metavar="ROOT", type=Path)
-    parser.add_argument("--keep", type=int, required=True, metavar="N", help="how many good steps stay")
-    parser.add_argument("--every", type=int, metavar="N", help="steps divisible by N stay, too")
-    parser.add_argument("--best", type=int, default=0, metavar="N", help="the N best by metric stay, too")
-    parser.add_argument("--mode", choices=MODES, default="min", help="the better metric; by default min")
-    parser.add_argument("--trash", type=Path, metavar="DIR", help="move steps there, and remove none")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would become of each")
-    args = parser.parse_args(argv)
-    if args.keep < 1:
-        print(f"{prog}: --keep {args.keep}: keep at least 1", file=sys.stderr)
-        return 2
-    try:
-        policy = PreservationPolicy(args.keep, args.every, args.best, args.mode)
-        trash = None if args.trash is None else args.trash.absolute()
-        if trash is not None and store.is_step_or_root(trash, args.root.absolute()):
-            raise ValueError(f"--trash {args.trash}: it is the root of the steps, or in a step")
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
+    policy = PreservationPolicy(args.keep, args.every, args.best, args.mode)
+    trash = None if args.trash is None else args.trash.absolute()
+    if trash is not None and store.is_step_or_root(trash, args.root.absolute()):
+        raise Refused(f"--trash {args.trash}: it is the root of the steps, or in a step", code=2)
     verbs = {retention.REMOVE: "would remove"} if args.dry_run else {}
 
     seen: list[int] = []
@@ -121,80 +79,69 @@ def prune(argv: list[str], prog: str) -> int:
         step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
         print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
 
-    if refused_step(prog, argv, args.root):
-        return 1
-    if not os.path.isdir(args.root):
-        return int(refused(prog, f"there is no folder {args.root}"))
+    check_root(args.root)
     failures = retention.prune(args.root, policy, report, args.dry_run, trash)
     for failure in failures:
-        print(inspection.printable(f"{prog}: {failure}"), file=sys.stderr)
+        say(prog, inspection.printable(failure))
     if not seen:
         # Known now alone: a step that lost its name has it back.
-        return int(refused(prog, f"no steps in {args.root}"))
+        raise Refused(f"no steps in {args.root}")
     return 0 if not failures and any(not step.fault for step in store.steps_in(args.root)) else 1
 
 
-def pin(argv: list[str], prog: str) -> int:
+def pin(args: Namespace, prog: str) -> int:
     """Run `checkpoint pin`."""
-    return mark(argv, prog, "Keep steps, whatever the policy of the run or of `checkpoint prune`.", store.pin)
+    return mark(args, prog, store.pin)
 
 
-def unpin(argv: list[str], prog: str) -> int:
+def unpin(args: Namespace, prog: str) -> int:
     """Run `checkpoint unpin`."""
-    return mark(argv, prog, "Leave pinned steps to the policies again.", store.unpin)
+    return mark(args, prog, store.unpin)
 
 
-def mark(argv: list[str], prog: str, what: str, change: Callable[[Path], None]) -> int:
+def mark(args: Namespace, prog: str, change: Callable[[Path], None]) -> int:
     """Change the pins of steps; return the exit code."""
-    codes = "exit codes: 0 done; 1 no step, or the mark cannot be written; 2 wrong usage"
-    parser = argparse.ArgumentParser(prog=prog, description=what, epilog=codes)
-    parser.add_argument("steps", metavar="STEP", type=Path, nargs="+", help="the folder of a step")
-    folders = parser.parse_args(argv).steps
-    if refused_root(prog, argv, folders):
-        return 1
+    check_steps(args.steps)
     code = 0
-    for folder in folders:
+    for folder in args.steps:
         try:
+            if not os.path.lexists(folder):
+                raise ValueError(f"there is no folder {folder}")
             change(folder)
         except (ValueError, OSError) as error:
-            print(inspection.printable(f"{prog}: {error}"), file=sys.stderr)
+            say(prog, inspection.printable(str(error)))
             code = 1
     return code
 
 
-def refused_root(prog: str, argv: Sequence[str], folders: Iterable[Path]) -> bool:
-    """Say which of the folders is the root of a run, where a step is wanted; return whether there was any.
+def check_steps(folders: Iterable[Path], code: int = 1) -> None:
+    """Check that folders may be steps or checkpoints.
 
-    Also of a folder that cannot be listed. Of a root without a step of ours, and of no folder, the command
-    says what is wrong.
+    Of a root without a step of ours, and of no folder, the command says what is wrong.
 
-    Args:
-        argv: the arguments of the command, which is shown with a step in the place of the root.
-        folders: those of its arguments that should be steps, in their order.
+    Raises:
+        Refused: one of them is the root of a run, or cannot be listed.
     """
-    folders = list(folders)
     for folder in folders:
         if holds_a_checkpoint(folder):
             continue
-        steps = steps_of(prog, folder)
-        if steps is None:
-            return True
+        steps = steps_of(folder, code)
         if steps:
             text = f"{folder} is the root of {len(steps)} step(s): name one of them, such as {steps[0]}"
-            return refused(prog, text, instead(prog, argv, folder, steps[0], folders.count(folder)))
-    return False
+            raise Refused(text, code)
 
 
-def refused_step(prog: str, argv: Sequence[str], folder: Path) -> bool:
-    """Say that a folder is a step or a checkpoint, where the root of a run is wanted; return whether it is.
+def check_root(folder: Path) -> None:
+    """Check that a folder may be the root of a run.
 
-    Also of a folder that cannot be listed.
+    Raises:
+        Refused: it is a step or a checkpoint, is none, or cannot be listed.
     """
-    steps = steps_of(prog, folder)
-    if steps is None:
-        return True
-    if steps or not os.path.isdir(folder) or any(map(is_step_folder, os.listdir(folder))):
-        return False
+    steps = steps_of(folder)
+    if not os.path.isdir(folder):
+        raise Refused(f"{folder} is a file" if os.path.exists(folder) else f"there is no folder {folder}")
+    if steps or any(map(is_step_folder, os.listdir(folder))):
+        return
     path = Path(os.path.realpath(folder)) if ".." in folder.parts else folder.absolute()
     shelf = store.shelf_of(path)
     # A run may be in a folder that has the name of a step, and is none.
@@ -203,79 +150,27 @@ def refused_step(prog: str, argv: Sequence[str], folder: Path) -> bool:
     ):
         root = shelf.root if folder.is_absolute() else Path(os.path.relpath(shelf.root))
         kind = "in a step" if shelf.below.parts else "a step"
-        text = f"{folder} is {kind}, and the root of a run is wanted: {root}"
-        return refused(prog, text, instead(prog, argv, folder, root))
+        raise Refused(f"{folder} is {kind}, and the root of a run is wanted: {root}")
     if holds_a_checkpoint(folder):
-        text = f"{folder} is a checkpoint, and the root of a run is wanted: `checkpoint inspect` shows it"
-        return refused(prog, text, line_of([*shlex.split(prog)[:-1], "inspect", as_argument(folder)]))
-    return False
+        raise Refused(
+            f"{folder} is a checkpoint, and the root of a run is wanted: `checkpoint inspect` shows it"
+        )
 
 
 def is_step_folder(name: str) -> bool:
     return store.step_named(name) is not None
 
 
-def steps_of(prog: str, folder: Path) -> Optional[list[Path]]:
-    """Return the steps of ours in a folder, newest first; None where it cannot be listed, which is said."""
+def steps_of(folder: Path, code: int = 1) -> list[Path]:
+    """Return the steps of ours in a folder, newest first.
+
+    Raises:
+        Refused: it cannot be listed.
+    """
     try:
         return [entry.path for entry in store.Shelf(folder).listed() if not entry.foreign]
     except OSError as error:
-        refused(prog, f"{folder} cannot be listed: {error.strerror}")
-        return None
-
-
-def instead(prog: str, argv: Sequence[str], folder: Path, other: Path, count: int = 1) -> str:
-    """Return a command line with another folder in the place of one, where that stands first.
-
-    Args:
-        count: of so many arguments. A target of the same name stays.
-    """
-    places = [place for place in places_in(argv) if Path(argv[place]) == folder][:count]
-    given = [as_argument(other) if place in places else text for place, text in enumerate(argv)]
-    return line_of([*shlex.split(prog), *given])
-
-
-def places_in(argv: Sequence[str]) -> list[int]:
-    """Return the places of the arguments that are no options, and no values of options."""
-    places, before, is_behind = [], "", False
-    for place, text in enumerate(argv):
-        is_option = text.startswith("-") and not NO_OPTION.fullmatch(text)
-        if not is_behind and text == "--":
-            is_behind = True
-        elif is_behind or not (is_option or takes_a_value(before)):
-            places.append(place)
-        before = text
-    return places
-
-
-def takes_a_value(option: str) -> bool:
-    """Return whether an option, which may be cut short, takes the argument behind it."""
-    return len(option) > 2 and any(name.startswith(option) for name in WITH_VALUE)
-
-
-def as_argument(folder: Path) -> str:
-    """Return a folder as a command takes it: "-a" would be an option."""
-    return f"./{folder}" if str(folder).startswith("-") else str(folder)
-
-
-def line_of(words: Iterable[str]) -> str:
-    """Return the line for a shell."""
-    return " ".join(map(word_of, words))
-
-
-def word_of(text: str) -> str:
-    """Return an argument as a shell takes it, in letters that any terminal shows."""
-    if inspection.printable(text) == text and "\n" not in text:
-        return shlex.quote(text)
-    letters = (f"\\{byte:03o}" if byte in AS_NUMBERS else chr(byte) for byte in os.fsencode(text))
-    return f"$'{''.join(letters)}'"
-
-
-def refused(prog: str, text: str, command: str = "") -> bool:
-    """Say in one line why a command does nothing, and the command line that would; return True."""
-    text = f"{prog}: {text}{f' ({command})' if command else ''}"
-    print(inspection.printable(text).replace("\n", "\\n"), file=sys.stderr)
-    return True
+        raise Refused(f"{folder} cannot be listed: {error.strerror}", code) from None
 
 
 def holds_a_checkpoint(folder: Path) -> bool:
@@ -283,28 +178,19 @@ def holds_a_checkpoint(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in (manifest.NAME, CONFIG_FNAME, ".metadata", SHARDED))
 
 
-def inspect(argv: list[str], prog: str) -> int:
+def inspect(args: Namespace, prog: str) -> int:
     """Run `checkpoint inspect`; of a step, on its sharded checkpoint."""
-    if refused_root(prog, argv, [Path(argv[place]) for place in places_in(argv)]):
-        return 1
-    parts = [os.path.join(part, SHARDED) if os.path.isdir(Path(part, SHARDED)) else part for part in argv]
-    return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])
+    check_steps([args.folder])
+    sharded = args.folder / SHARDED
+    folder = sharded if os.path.isdir(sharded) else args.folder
+    return inspection.look(folder, False, args.json, functools.partial(say, prog))
 
 
-def verify(argv: list[str], prog: str) -> int:
+def verify(args: Namespace, prog: str) -> int:
     """Run `checkpoint verify`; of a step, compare every file with the manifest."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Read all of a step, or of a sharded checkpoint, and say whether it is what was saved.",
-        epilog=inspection.CODES,
-    )
-    parser.add_argument("folder", metavar="DIR", type=Path)
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    args = parser.parse_args(argv)
-    if refused_root(prog, argv, [args.folder]):
-        return 1
+    check_steps([args.folder])
     if not os.path.lexists(args.folder / manifest.NAME):
-        return inspection.main(["verify", *argv], prog.rpartition(" ")[0])
+        return inspection.look(args.folder, True, args.json, functools.partial(say, prog))
     nbytes = 0
     meter = Meter("verify", settings.progress() or Line())
     try:
@@ -331,43 +217,12 @@ def misnamed(folder: Path, content: Manifest) -> Iterator[str]:
         yield f"it is named {folder.absolute().name}, and its manifest is of step {content.step}"
 
 
-def export(argv: list[str], prog: str) -> int:
+def export(args: Namespace, prog: str) -> int:
     """Run `checkpoint export`."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Write the model of a checkpoint as a folder that from_pretrained opens.",
-        epilog=EXPORT_CODES,
-    )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a step, or what a manager wrote")
-    parser.add_argument("target", metavar="OUT", type=Path)
-    parser.add_argument(
-        "--like", metavar="MODEL", help="folder with config.json, tokenizer, ...; by default DIR's"
-    )
-    parser.add_argument("--dtype", help="what weights are cast to, such as bfloat16; by default as saved")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model that OUT holds")
-    parser.add_argument(
-        "--trust", action="store_true", help="read files of verl's own manager, which runs what they say"
-    )
-    parser.add_argument(
-        "--adapter",
-        choices=(exporting.MERGE, exporting.ALONE),
-        default=exporting.MERGE,
-        help="of a model with a LoRA of peft: the merged model, or the adapter in peft's own format",
-    )
-    parser.add_argument(
-        "--adapter-config", metavar="FOLDER", help="with adapter_config.json; by default the checkpoint's"
-    )
-    parser.add_argument("--adapter-name", metavar="NAME", help="of several adapters the one that is written")
-    parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
-    args = parser.parse_args(argv)
-    if refused_root(prog, argv, [args.folder]):
-        return 1
+    check_steps([args.folder])
     if args.progress:
         configure(progress="tqdm")
-    dtype = getattr(torch, args.dtype, None) if args.dtype else None
-    if args.dtype and not isinstance(dtype, torch.dtype):
-        print(f"{prog}: --dtype {args.dtype}: torch has no such dtype", file=sys.stderr)
-        return 2
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     try:
         saved = export_checkpoint(
             args.folder,
@@ -380,8 +235,7 @@ def export(argv: list[str], prog: str) -> int:
             adapter_name=args.adapter_name,
         )
     except CheckpointingException as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        raise Refused(inspection.printable(str(error))) from error
     print(f"{len(saved.keys)} tensors, {saved.nbytes:,} bytes in {args.target}")
     return 0
 
@@ -455,26 +309,15 @@ def spelled_age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def diff(argv: list[str], prog: str) -> int:
+def diff(args: Namespace, prog: str) -> int:
     """Run `checkpoint diff`."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Compare two steps, or two sharded checkpoints: keys, shapes, dtypes, bits of values.",
-        epilog="exit codes: 0 the same; 1 they differ; 2 wrong usage, no checkpoint, or a damaged one",
-    )
-    parser.add_argument("a", metavar="A", type=Path)
-    parser.add_argument("b", metavar="B", type=Path)
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    args = parser.parse_args(argv)
-    if refused_root(prog, argv, [args.a, args.b]):
-        return 2
+    check_steps([args.a, args.b], code=2)
     meter = Meter("diff", settings.progress() or Line())
     try:
         found = list(difference.differences(args.a, args.b, meter))
         compared = difference.counted((args.a, args.b))
     except (CheckpointingException, OSError) as error:
-        print(inspection.printable(f"{prog}: {error}"), file=sys.stderr)
-        return 2
+        raise Refused(inspection.printable(str(error)), code=2) from error
     if args.json:
         entries = [entry._asdict() for entry in found]
         print(json.dumps({"a": str(args.a), "b": str(args.b), "differences": entries}, indent=2))
@@ -487,6 +330,24 @@ def diff(argv: list[str], prog: str) -> int:
     else:
         print(f"the same: {compared}")
     return 1 if found else 0
+
+
+#: What a JSON object says of the arguments of an action that did nothing.
+NAMED = ("root", "folder", "a", "b")
+
+
+def main(action: str, args: Namespace, prog: str) -> int:
+    """Run an action of `checkpoint`, and return its exit code; why it does nothing is said, in JSON, too."""
+    try:
+        return ACTIONS[action](args, prog)
+    except Refused as refused:
+        say(prog, inspection.printable(str(refused)))
+        if getattr(args, "json", False):
+            named = {name: str(getattr(args, name)) for name in NAMED if hasattr(args, name)}
+            told = {"list": ("steps", []), "verify": ("problems", [str(refused)])}
+            more = dict([told[action]]) if action in told else {}
+            print(json.dumps({**named, **more, "reason": str(refused)}))
+        return refused.code
 
 
 ACTIONS = {

@@ -83,6 +83,8 @@ def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
 
 def no_folder(folder: Folder) -> str:
     """Return the text of an error; programs look for Megatron's words, which are the second half."""
+    if os.path.exists(folder):
+        return f"{folder} is a file, and no folder of a checkpoint"
     return f"{folder} is no folder (directory {folder} does not exist)"
 
 

@@ -5,11 +5,10 @@ Must never write.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -201,30 +200,25 @@ def verify_in_blocks(source: ReadSource, place: RecordPlace) -> None:
         foreign.content(source, place, entry)
 
 
-HELP = """\
-Say what a sharded checkpoint holds (inspect), or read all of it and say whether it is what was saved
-(verify). Reads torch's and Megatron's checkpoints, too. Runs no code that a checkpoint names.
-"""
-CODES = "exit codes: 0 fine; 1 no checkpoint, or a damaged one; 2 wrong usage"
+def look(folder: Folder, is_verified: bool, is_json: bool, say: Callable[[str], None]) -> int:
+    """Print what a sharded checkpoint holds, or whether all of it is what was saved; return the exit code.
 
-
-def main(argv: list[str], prog: str) -> int:
-    """Run the command `checkpoint`; return the exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description=HELP, epilog=CODES)
-    parser.add_argument("action", choices=("inspect", "verify"))
-    parser.add_argument("folder", metavar="DIR")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    args = parser.parse_args(argv)
+    Args:
+        folder: the checkpoint's.
+        is_verified: read all of it.
+        is_json: print one JSON object; also where there is no checkpoint.
+        say: prints an error.
+    """
     try:
-        entries = contents(args.folder)
+        entries = contents(folder)
     except CheckpointingException as error:
-        report = {"folder": args.folder, "problems": [str(error)]}
-        text = json.dumps(report) if args.json else printable(f"{prog}: {error}")
-        print(text, file=None if args.json else sys.stderr)
+        say(printable(str(error)))
+        if is_json:
+            print(json.dumps({"folder": str(folder), "problems": [str(error)]}))
         return 1
-    problems = verify(args.folder) if args.action == "verify" else None
-    if args.json:
-        print(json.dumps(as_dict(args.folder, entries, problems), indent=2))
+    problems = verify(folder) if is_verified else None
+    if is_json:
+        print(json.dumps(as_dict(str(folder), entries, problems), indent=2))
     else:
         print(printable(as_table(entries) if problems is None else verdict(entries, problems)))
     return 1 if problems else 0

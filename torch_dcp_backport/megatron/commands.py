@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Optional
 
 import torch
 
 from torch_dcp_backport import transfer
+from torch_dcp_backport.arguments import Refused, say
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.inspection import printable
 from torch_dcp_backport.hf import CONFIG, Export
 from torch_dcp_backport.megatron.convert import Converted, converted
-from torch_dcp_backport.megatron.families import kinds
-from torch_dcp_backport.megatron.families.towers import TOWERS
 from torch_dcp_backport.transfer import Progress
 
-HELP = """\
-Convert Hugging Face files to a sharded checkpoint that megatron-core's
-GPTModel.sharded_state_dict() loads, or such a checkpoint to files for
-from_pretrained; with --ep a checkpoint to one whose optimizer loads in another
-grid. One process, without a GPU and without building a model. Files
-are mapped; weights in fp8 towards a checkpoint are held in memory, as the plan
-says.
-"""
-CODES = "exit codes: 0 fine; 1 it does not fit, is damaged, or has no room; 2 wrong usage"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-SIZE = re.compile(r"(\d+)([KMGT]?)B?")
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 COLUMNS = 80
 CELLS = 30
 FORMS = {"huggingface": "Hugging Face files", "checkpoint": "sharded checkpoint"}
@@ -69,82 +57,61 @@ class Bar:
             print(file=sys.stderr, flush=True)
 
 
-def main(
-    argv: list[str], prog: str, refused_root: Callable[[str, Sequence[str], Iterable[Path]], bool]
-) -> int:
+def main(args: Namespace, prog: str, check_steps: Callable[[Iterable[Path]], None]) -> int:
     """Run the command, and return its exit code.
 
     Args:
-        refused_root: says that a folder is the root of a run, where a step is wanted; returns whether it is.
+        check_steps: raises `Refused` of a folder that is the root of a run, where a step is wanted.
     """
-    known = ", ".join((*kinds(), *TOWERS))
-    epilog = "\n".join((*textwrap.wrap(f"values of model_type: {known}", COLUMNS), CODES))
-    parser = argparse.ArgumentParser(
-        prog=prog, description=HELP, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="a model's folder, or a checkpoint's")
-    parser.add_argument("target", metavar="TARGET", type=Path)
-    parser.add_argument(
-        "--like", metavar="MODEL", help="of a checkpoint: folder with config.json, tokenizer, ..."
-    )
-    parser.add_argument("--dtype", help="of files: what weights are cast to, such as bfloat16")
-    parser.add_argument("--file-size", metavar="BYTES", help="of files: at most so many each, such as 2GB")
-    parser.add_argument(
-        "--ep",
-        metavar="N",
-        help="of a checkpoint with Megatron's distributed optimizer: write one for a grid with EP N",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
-    parser.add_argument("--dry-run", action="store_true", help="only check, and say what would be written")
-    args = parser.parse_args(argv)
-    if not os.path.isfile(args.source / CONFIG) and refused_root(prog, argv, [args.source]):
-        return 1
-    wrong = wrong_usage(args)
-    if wrong:
-        print(f"{prog}: {wrong}", file=sys.stderr)
-        return 2
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    size = bytes_of(args.file_size) if args.file_size else Export.file_bytes
-    assert size is not None, "the usage is right"
-    bar, began = Bar(), time.monotonic()
-    transfer.configure(progress=bar)
+    bar = Bar()
     try:
-        done = converted(
-            args.source,
-            args.target,
-            args.like,
-            Export(dtype, size, args.overwrite),
-            args.dry_run,
-            lambda plan: print("\n".join(plan_of(plan, args.source, args.target, args.dry_run)), flush=True),
-            int(args.ep) if args.ep else None,
-        )
-    except CheckpointingException as error:
+        if not os.path.isfile(args.source / CONFIG):
+            check_steps([args.source])
+        check_usage(args)
+        convert(args, bar)
+    except (Refused, CheckpointingException) as error:
         bar.end()
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        say(prog, printable(str(error)))
+        return getattr(error, "code", 1)
     finally:
         transfer.configure()
-    what = amount(len(done.tensors), done.nbytes, len(done.files))
-    if args.dry_run:
-        print(f"{what} would be in {args.target}; nothing was written")
-        return 0
-    print(f"wrote  {args.target}: {what}, took {time.monotonic() - began:.1f} s")
     return 0
 
 
-def wrong_usage(args: argparse.Namespace) -> str:
-    """Return what is wrong with the options; an empty string where nothing is."""
-    dtype = getattr(torch, args.dtype, None) if args.dtype else None
-    if args.dtype and not isinstance(dtype, torch.dtype):
-        return f"--dtype {args.dtype}: torch has no such dtype"
-    if dtype is not None and not dtype.is_floating_point:
-        return f"--dtype {args.dtype}: weights are floating-point numbers"
-    if args.file_size and not bytes_of(args.file_size):
-        return f"--file-size {args.file_size}: no size such as 2GB"
-    if args.ep is not None and not (args.ep.isascii() and args.ep.isdigit() and int(args.ep)):
-        return f"--ep {args.ep}: no number of parts, 1 or more"
+def convert(args: Namespace, bar: Bar) -> None:
+    """Convert, and print what was done.
+
+    Raises:
+        CheckpointingException: it does not fit, is damaged, or has no room.
+    """
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    size, began = args.file_size or Export.file_bytes, time.monotonic()
+    transfer.configure(progress=bar)
+    done = converted(
+        args.source,
+        args.target,
+        args.like,
+        Export(dtype, size, args.overwrite),
+        args.dry_run,
+        lambda plan: print("\n".join(plan_of(plan, args.source, args.target, args.dry_run)), flush=True),
+        args.ep,
+    )
+    what = amount(len(done.tensors), done.nbytes, len(done.files))
+    if args.dry_run:
+        print(f"{what} would be in {args.target}; nothing was written")
+    else:
+        print(f"wrote  {args.target}: {what}, took {time.monotonic() - began:.1f} s")
+
+
+def check_usage(args: Namespace) -> None:
+    """Check that the options are of this conversion.
+
+    Raises:
+        Refused: naming the option.
+    """
     if args.ep and (args.source / CONFIG).is_file():
-        return f"--ep is for a checkpoint, and {args.source} has a model's files, which have no optimizer"
+        text = f"--ep is for a checkpoint, and {args.source} has a model's files, which have no optimizer"
+        raise Refused(text, code=2)
     # Whatever its value is: one that is the default is an option that is ignored, too.
     given = [
         (name, why)
@@ -157,14 +124,7 @@ def wrong_usage(args: argparse.Namespace) -> str:
     ]
     if given and (args.ep or (args.source / CONFIG).is_file()):
         name, why = given[0]
-        return f"{name} is for files alone, and {args.source} becomes a checkpoint: {why}"
-    return ""
-
-
-def bytes_of(text: str) -> Optional[int]:
-    """Return the bytes that a text such as 2GB stands for; None where it is no such text."""
-    match = SIZE.fullmatch(text.upper())
-    return int(match[1]) * UNITS[match[2]] if match is not None else None
+        raise Refused(f"{name} is for files alone, and {args.source} becomes a checkpoint: {why}", code=2)
 
 
 def in_bytes(count: int) -> str:
