@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, util
 from typing import Any, ClassVar, Optional
 
+import patience
+
 OURS = "torch_dcp_backport.state_dict"
 STOCK = "torch.distributed.checkpoint.state_dict"
 LIMIT = 200.0
@@ -138,7 +140,8 @@ class Pool:
     def results(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, args, kwargs))
-        end = time.monotonic() + self.limit
+        limit = self.limit * patience.factor()
+        end = time.monotonic() + limit
         answers: list[Any] = []
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -149,8 +152,7 @@ class Pool:
             self.signal(signal.SIGUSR1)
             time.sleep(1)
         failed = [
-            f"--- rank {rank}: "
-            + (answer[1] if answer else f"no answer in {self.limit:.0f} s, stacks on stderr")
+            f"--- rank {rank}: " + (answer[1] if answer else f"no answer in {limit:.0f} s, stacks on stderr")
             for rank, answer in enumerate(answers)
             if not answer or not answer[0]
         ]

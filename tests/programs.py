@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import patience
 from warm import Interpreters
 
 SECONDS = 200
@@ -65,7 +66,7 @@ def output_of(arguments: Sequence[str], folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=SECONDS,
+        timeout=SECONDS * patience.factor(),
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -73,7 +74,9 @@ def output_of(arguments: Sequence[str], folder: Path) -> str:
 
 def output_of_code(interpreters: Interpreters, code: str, folder: Path, *argv: str, **later: str) -> str:
     """What a program prints in `folder`, and then its errors; it has to end well."""
-    ended, out, err = interpreters.run(code, argv, interpreters.environment(None), folder, SECONDS, **later)
+    ended, out, err = interpreters.run(
+        code, argv, interpreters.environment(None), folder, SECONDS * patience.factor(), **later
+    )
     assert ended == 0, out + err
     return out + err
 

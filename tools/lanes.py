@@ -24,11 +24,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,6 +226,9 @@ WHOLE = "TESTS_WHOLE"
 # run that cannot do even that says where it hangs, and is killed with all that it started.
 LIMIT = "LANES_LIMIT"
 LIMIT_SECONDS = 4000.0
+# Where pytest writes its counts (tools/progress.py), and how often they are shown, in seconds.
+PROGRESS = "LANES_PROGRESS"
+EVERY = 20.0
 # Between the signal that asks for the stacks and the one that ends everything.
 LAST_WORDS_SECONDS = 10.0
 
@@ -280,6 +284,17 @@ def bin_of(env: Path, name: str) -> Path:
     return env / "bin" / name
 
 
+def announced(name: str) -> None:
+    """Say beforehand that a lane has to be made, and what that takes."""
+    if any(requirement.startswith("torch==") for requirement in LANES[name]):
+        print(
+            f"=== lane {name} is made, once: torch with its CUDA packages is about 3 GB to download, 5 GB on "
+            "disk, and takes 1 to 10 minutes",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
     """Make `env` unless its last step was reached before; a half-made one is thrown away."""
     with locked(env.with_name(env.name + ".lock")):
@@ -318,6 +333,8 @@ def make(name: str) -> Path:
     # Byte code once, at install: without it every process compiles torch anew where
     # PYTHONDONTWRITEBYTECODE is set (20 s instead of 3 s).
     install += ["--compile-bytecode"]
+    if not (env / ".complete").exists():
+        announced(name)
     installs = [[*install, *LANES[name]]] + ([[*install, "--no-deps", *bare]] if bare else [])
     for release, requirements in beside.items():
         installs.append([*install, "--target", str(env / "beside" / release), *requirements])
@@ -370,7 +387,66 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run(name: str, command: list[str], output: IO[bytes] | None = None, limit: Optional[float] = None) -> int:
+class Watch:
+    """What the runs of the suite have done, on standard error: each failure, and counts now and then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        #: Label -> the file of its run, and the number of bytes of it that were read.
+        self.read: dict[str, tuple[Path, int]] = {}
+        self.counts: dict[str, str] = {}
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> Watch:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over.set()
+        self.thread.join()
+
+    def add(self, label: str) -> Path:
+        """Return the file that a run has to write its counts into."""
+        with self.lock:
+            path = self.folder / f"{len(self.read)}"
+            self.read[label] = path, 0
+        return path
+
+    def watch(self) -> None:
+        said = time.monotonic()
+        while not self.is_over.wait(2.0):
+            self.look()
+            if time.monotonic() - said >= EVERY:
+                said = time.monotonic()
+                counts = "; ".join(f"{label}: {text}" for label, text in self.counts.items())
+                print(f"=== {said - self.began:.0f} s: {counts or 'collecting'}", file=sys.stderr, flush=True)
+
+    def look(self) -> None:
+        with self.lock:
+            known = dict(self.read)
+        for label, (path, before) in known.items():
+            with contextlib.suppress(OSError):
+                data = path.read_bytes()[before:]
+                lines = data[: data.rfind(b"\n") + 1]
+                self.read[label] = path, before + len(lines)
+                for line in lines.decode(errors="replace").splitlines():
+                    if line.startswith("FAILED "):
+                        print(f"=== lane {label}: {line}", file=sys.stderr, flush=True)
+                    else:
+                        done, total, failed = line.split()
+                        self.counts[label] = f"{done} of {total} tests, {failed} failed"
+
+
+def run(
+    name: str,
+    command: list[str],
+    output: IO[bytes] | None = None,
+    limit: Optional[float] = None,
+    progress: Optional[Path] = None,
+) -> int:
     """Run a command in a lane; its output goes to `output`, or to where ours goes.
 
     Args:
@@ -378,6 +454,7 @@ def run(name: str, command: list[str], output: IO[bytes] | None = None, limit: O
         command: The program and its arguments.
         output: A file for stdout and stderr.
         limit: Seconds after which it is killed, with all that it started.
+        progress: The file that pytest writes its counts into.
 
     Returns:
         The exit code.
@@ -387,6 +464,8 @@ def run(name: str, command: list[str], output: IO[bytes] | None = None, limit: O
     env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH", ""))))
     env["VIRTUAL_ENV"] = str(python.parent.parent)
+    if progress is not None:
+        env[PROGRESS] = str(progress)
     # What mypy knows of torch takes a minute to find out, and is the same for every clone.
     env.setdefault("MYPY_CACHE_DIR", str(python.parent.parent / "mypy"))
     with subprocess.Popen(command, env=env, stdout=output, stderr=output and subprocess.STDOUT) as process:
@@ -426,8 +505,8 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
             python_of(name)
         except NoPython as error:
             skipped[name] = error
-    # Lane and pytest's arguments, in the order of their output.
-    runs: list[tuple[str, list[str]]] = []
+    # Lane, its name here and pytest's arguments, in the order of their output.
+    runs: list[tuple[str, str, list[str]]] = []
     for name in names:
         arguments = [
             *extra,
@@ -435,35 +514,42 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
             *(f"--share={share}" for share in shares.get(name, ())),
         ]
         if name in APART and len(names) > 1 and not extra:
-            runs.append((name, [*APART[name], *arguments]))
+            runs.append((name, f"{name} ({', '.join(APART[name])})", [*APART[name], *arguments]))
             arguments += [f"--ignore={folder}" for folder in APART[name]]
-        runs.append((name, arguments))
-    runs = [(name, arguments) for name, arguments in runs if name not in skipped]
+            runs.append((name, f"{name} (all other tests)", arguments))
+        else:
+            runs.append((name, name, arguments))
+    runs = [each for each in runs if each[0] not in skipped]
 
-    def test_in(name: str, arguments: list[str], output: Optional[IO[bytes]]) -> int:
+    def test_in(name: str, label: str, arguments: list[str], output: Optional[IO[bytes]]) -> int:
+        make(name)
         began = time.monotonic()
-        print(f"=== lane {name} begins", file=sys.stderr, flush=True)
+        print(f"=== lane {label} begins", file=sys.stderr, flush=True)
         limit = float(os.environ.get(LIMIT, LIMIT_SECONDS))
-        command = ["python", "-m", "pytest", "-p", "tools.seconds", "-p", "tools.shares"]
+        command = ["python", "-m", "pytest"]
+        for plugin in ("seconds", "shares", "progress"):
+            command += ["-p", f"tools.{plugin}"]
         command += [f"--session-timeout={0.9 * limit:.0f}", *arguments]
-        code = run(name, command, output, limit)
-        print(f"=== lane {name} ends after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        # Where there is one run alone, pytest's own output is there at once.
+        code = run(name, command, output, limit, None if output is None else watch.add(label))
+        print(f"=== lane {label} ends after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         return code
 
-    with ThreadPoolExecutor(jobs) as executor, contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as executor:
+        watch = files.enter_context(Watch(Path(files.enter_context(TemporaryDirectory()))))
         outputs = [None if len(runs) == 1 else files.enter_context(TemporaryFile()) for _ in runs]
         longest_first = sorted(range(len(runs)), key=lambda number: len(left_out.get(runs[number][0], ())))
         begun = {number: executor.submit(test_in, *runs[number], outputs[number]) for number in longest_first}
-        for number, (name, arguments) in enumerate(runs):
+        for number, (name, label, arguments) in enumerate(runs):
             code, output = begun[number].result(), outputs[number]
-            print(f"=== lane {name}: {' '.join([LANES[name][0], *arguments])}", flush=True)
+            print(f"=== lane {label}: {' '.join([LANES[name][0], *arguments])}", flush=True)
             if output is not None:
                 output.seek(0)
                 shutil.copyfileobj(output, sys.stdout.buffer)
                 sys.stdout.flush()
             if code:
                 failed.append(name)
-                print(f"=== lane {name} failed", file=sys.stderr, flush=True)
+                print(f"=== lane {label} failed", file=sys.stderr, flush=True)
     for name, error in skipped.items():
         print(f"=== lane {name} SKIPPED, nothing was run in it: {error}", file=sys.stderr, flush=True)
     return 1 if failed else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 
 from torch_dcp_backport.regression.checks import LIMITED
@@ -129,3 +131,30 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     # Else pytest stops, but only where both are collected: in a whole lane.
     names = [path.name for path in (LANES.parents[1] / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_limits_grow_with_the_load_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for load, factor in ((0.5, 1.0), (8.0, 1.0), (16.0, 2.0), (400.0, patience.MOST)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert patience.factor() == factor
+
+
+def test_a_run_tells_its_counts_and_each_failure_at_once(tmp_path: Path, capfd, monkeypatch) -> None:
+    """Two runs, whose own output is shown at their ends alone."""
+    lanes = loaded(LANES)
+    monkeypatch.setattr(lanes, "EVERY", 0.0)
+    monkeypatch.setattr(lanes, "make", lambda name: Path(sys.executable))
+    monkeypatch.setattr(lanes, "python_of", lambda name: (sys.executable, ""))
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_bad(): assert False\ndef test_good(): time.sleep(5)\n"
+    )
+    assert lanes.test(["2.6", "current"], [str(tmp_path), "-p", "no:cacheprovider"], 2, False) == 1
+    said = capfd.readouterr()
+    for lane in ("2.6", "current"):
+        assert re.search(rf"^=== lane {lane}: FAILED .*test_it.py::test_bad$", said.err, re.MULTILINE)
+        assert re.search(rf"{lane}: [12] of 2 tests, 1 failed", said.err)
+        before, _, after = said.err.partition(f"=== lane {lane} ends after")
+        assert "FAILED" in before
+        assert after
+    assert said.out.count("1 failed, 1 passed") == 2

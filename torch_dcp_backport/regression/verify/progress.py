@@ -1,6 +1,7 @@
 """The progress of `verify` on stderr, so that stdout has nothing but the result.
 
-On a terminal one line that is rewritten, and gone at the end; elsewhere a line for each finished step.
+On a terminal one line that is rewritten, and gone at the end; elsewhere a line for each finished step, and
+one now and then while a step takes long.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import shutil
 import time
 from types import TracebackType
 from typing import TextIO
+
+#: Seconds between two lines on a step that is under way.
+EVERY = 20.0
 
 
 class Steps:
@@ -21,6 +25,7 @@ class Steps:
         self._finished = 0
         self._began = time.monotonic()
         self._shown = ""
+        self._said = self._began
 
     def __enter__(self) -> Steps:
         return self
@@ -34,13 +39,18 @@ class Steps:
         """Show a step that is under way; called again and again until it is finished."""
         if self._rewrites:
             self._show(f"[{self._clock()}] {self._finished + 1}/{self._total} {step} ...")
+        elif time.monotonic() - self._said >= EVERY:
+            self._line(f"{self._finished + 1}/{self._total} {step} ...")
 
     def finish(self, step: str, ending: str) -> None:
         self._finished += 1
         self._show("")
         if not self._rewrites:
-            line = f"[{self._clock()}] {self._finished}/{self._total} {step} {ending}"
-            print(line, file=self._stream, flush=True)
+            self._line(f"{self._finished}/{self._total} {step} {ending}")
+
+    def _line(self, text: str) -> None:
+        self._said = time.monotonic()
+        print(f"[{self._clock()}] {text}", file=self._stream, flush=True)
 
     def _show(self, line: str) -> None:
         """Show a line in place of the last. No escape sequences: not every terminal has them."""
