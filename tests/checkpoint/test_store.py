@@ -322,7 +322,7 @@ def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypat
     def walk(top: Path, *args: Any) -> Any:
         listed = list(native(top, *args))
         if top == nameless:
-            drafts.mark(nameless / drafts.OWNER)
+            drafts.Mark(nameless / drafts.OWNER)
         return iter(listed)
 
     monkeypatch.setattr(disk, "walk", walk)

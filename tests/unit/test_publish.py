@@ -34,7 +34,8 @@ def in_room(target: Path) -> tuple[Draft, Path]:
 
 
 def hidden(target: Path) -> tuple[Draft, Path]:
-    return Hidden(make_hidden(target), target), hidden_name(target, "was")
+    folder, mark = make_hidden(target)
+    return Hidden(folder, target, mark), hidden_name(target, "was")
 
 
 KINDS = pytest.mark.parametrize("kind", [in_room, hidden])

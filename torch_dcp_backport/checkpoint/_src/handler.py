@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
@@ -240,6 +239,8 @@ class CheckpointHandler:
         self._loader_state: Optional[bytes] = None
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
+        #: The step that was loaded last.
+        self._believed: Optional[Path] = None
 
     @property
     def preservation(self) -> Optional[PreservationPolicy]:
@@ -367,6 +368,9 @@ class CheckpointHandler:
 
         def retire(final: Path) -> None:
             self._distrusted.discard(final)
+            if self._believed is not None:
+                retention.believe(self._believed)
+                self._believed = None
             # The policy of today: the program may have another one than when a save in the background began.
             self._retention.retire(self.shelf, self.preservation, self._distrusted, self.trash_dir)
 
@@ -492,18 +496,25 @@ class CheckpointHandler:
                     if self.resume_mode == "resume_path":
                         raise
                     failures[path] = f"{path}: {error}"
+                    if is_hidden(path):
+                        # Its writer may have been about to replace it, and be done by now.
+                        break
                     self._distrusted.add(Path(path).absolute())
                     continue
                 if is_first:
                     log_skipped([*steps.faults, *absent, *failures.values()], step, steps.tracked)
                     if steps.others:
                         logger.warning("passed over, as this package did not save it: %s", some(steps.others))
-                    retention.believe(Path(path))
+                    if is_hidden(path):
+                        text = "%s is read where it is: a save that replaces %s was killed, or is under way"
+                        logger.warning(text, path, store.name_given(Path(path)))
                     for other, text in failures.items():
                         retention.distrust(Path(other), text)
                     is_step = Path(path).parent == self.default_local_dir and not os.path.islink(path)
+                    is_step = is_step and not is_hidden(path)
                     if is_step and not self.is_uploaded(Path(path)):
                         self.upload(Path(path))
+                self._believed = Path(path)
                 return step
             # Another process may have published since, and its retention may have removed these steps.
             if not left:
@@ -570,17 +581,14 @@ class CheckpointHandler:
             self.read(path)
 
     def find_steps(self) -> RootSteps:
-        """Find the steps to try, and remove what dead writers left. Runs on the first rank."""
+        """Find the steps to try; change nothing. Runs on the first rank."""
         root = self.default_local_dir
-        # Folders that the thread of retention has yet to remove are not left behind.
-        self._retention.finish(retention.PATIENCE)
-        store.clean(root)
         if self.resume_mode == "disable":
             return RootSteps([], [], None)
         if self.resume_mode == "resume_path":
-            path = Path(str(self.resume_from_path))
-            store.clean(path.parent, re.compile(re.escape(path.name)))
-            step = store.examined(path, extract_step(path))
+            given = Path(str(self.resume_from_path))
+            path = store.located(given)
+            step = store.examined(path, extract_step(given))
             is_ours = not (step.foreign == manifest.NotOurs.kind and verl.saved_world(path))
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
@@ -688,6 +696,11 @@ def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> N
         logger.error("%s; going on from step %d", failure, step)
     if tracked is not None and tracked != step:
         logger.warning("going on from step %d; %s says %d", step, store.TRACKER, tracked)
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a path is that of a step which lost its name to a save that was to replace it."""
+    return store.name_given(Path(path)) != Path(path)
 
 
 def some(texts: Sequence[str]) -> str:

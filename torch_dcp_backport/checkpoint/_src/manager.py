@@ -262,8 +262,7 @@ class BaseCheckpointManager:
                     raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
                 self.partial = self.checked_partial(local_path, exclude, rename)
                 folder.set(None if local_path is None else Path(local_path))
-            together.put_back(call, folder, common)
-            path: Optional[Path] = folder.value
+            path = together.located(call, folder, common, is_brought=hdfs_path is not None)
             if path is not None and hdfs_path is not None:
                 bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
                 brought = together.waited_for(call, Topic("bringing it from the store"), bring)

@@ -311,7 +311,7 @@ def download(place: RemoteFolder, final: Path) -> Manifest:
         raise Failed(
             f"{final} is of step {here.step}, and {place.url} of step {content.step}: move the folder away"
         )
-    draft = store.StepDraft(final)
+    draft = store.StepDraft(final, cleans=False)
     with discarding(draft):
         meter = meter_of("download", content)
         for name, entry in content.files.items():

@@ -228,6 +228,8 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
         if meeting.decides:
             outlook, name = outlook_of(asked.final, asked.step, asked.shelf), ""
             try:
+                if asked.shelf is not None:
+                    asked.shelf.clean_once()
                 draft = store.StepDraft(asked.final)
                 name = str(draft.folder)
             except OSError as error:
@@ -241,7 +243,15 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
     with discarding(draft), saying(outlook):
         with call.guard(), begun.writing.is_open():
             yield begun
+        check_draft(call, begun)
         meet(call, Topic("writing"), common={"saves in the background": str(len(begun.writing.requests))})
+
+
+def check_draft(call: Call, begun: Begun) -> None:
+    """Make it a problem of the first rank if the draft is gone: it explains other errors."""
+    if begun.draft is not None:
+        with call.guard():
+            begun.draft.check()
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -280,6 +290,7 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
     with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
         if begun.writing.requests:
             call.problems += map(call.problem_of, begun.writing.failures)
+            check_draft(call, begun)
             # Once all have written: a file may be written by another rank than its name says.
             meet(call, Topic("writing in the background", so_far))
             with call.guard(), saying(so_far):
@@ -288,6 +299,7 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
                         finalize()
         with call.guard() as noted:
             noted.set(begun.writing.noted())
+        check_draft(call, begun)
         with at_first(call, Topic("publishing", so_far, unheard), noted) as meeting:
             if meeting.decides:
                 # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
@@ -306,6 +318,7 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
             for name in work.names:
                 own[name] = manifest.entry_of(folder / name)
                 disk.sync_file(folder / name)
+        check_draft(call, begun)
         with at_first(call, Topic("publishing what was read", so_far, unheard), own) as meeting:
             if meeting.decides:
                 publish(begun, then, meeting.heard)
@@ -347,13 +360,14 @@ def publish(
             logger.exception("%s is saved; what was to follow failed", asked.final)
 
 
-def put_back(call: Call, folder: Attempt[Optional[Path]], common: Common = NOTHING) -> None:
-    """Put back a folder that lost its name to a dead writer. Collective.
+def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brought: bool) -> Optional[Path]:
+    """Return where a folder is that a killed save may have hidden. Collective; changes nothing.
 
     Args:
         call: with the problems of ranks that could not tell the folder.
         folder: its path; None for no folder.
         common: other values that must be the same on every rank.
+        is_brought: whether the folder is brought from a store, under its own name, if it is not whole here.
 
     Raises:
         CheckpointingException: the same on every rank.
@@ -361,12 +375,13 @@ def put_back(call: Call, folder: Attempt[Optional[Path]], common: Common = NOTHI
     with call.guard() as same:
         same.set({"folder": str(folder.value), **common})
     with at_first(call, Topic("looking"), common=same) as meeting:
-        if meeting.decides and folder.value is not None:
-            shelf = store.shelf_of(folder.value)
-            if shelf is None:
-                store.clean(folder.value.parent, re.compile(re.escape(folder.value.name)))
-            else:
-                shelf.clean()
+        if meeting.decides:
+            path = folder.value
+            place = None if path is None else store.located(path)
+            if place is not None and is_brought and store.fault_by_sizes(place):
+                place = path
+            meeting.answer(None if place is None else str(place))
+    return None if meeting.result is None else Path(meeting.result)
 
 
 @contextlib.contextmanager

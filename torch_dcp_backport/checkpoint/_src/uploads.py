@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from torch_dcp_backport.checkpoint._src import manifest, remote, store, together
-from torch_dcp_backport.checkpoint._src.manifest import BadManifest
+from torch_dcp_backport.checkpoint._src import remote, store, together
 from torch_dcp_backport.checkpoint._src.remote import Failed, RemoteFolder
 from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import Identity
@@ -113,11 +112,10 @@ def bring_if_needed(url: str, folder: Path) -> Optional[Identity]:
     Raises:
         Failed: the store does not have the folder, or does not give it; or the folder here is another step.
     """
-    try:
-        if not any(manifest.faults(folder, manifest.read(folder))):
-            return None
-    except BadManifest as error:
-        logger.warning("%s: %s; it is brought from %s", folder, error, url)
+    fault = store.fault_by_sizes(folder)
+    if not fault:
+        return None
+    logger.warning("%s: %s; it is brought from %s", folder, fault, url)
     remote.download(remote.place_of(url), folder)
     return store.identity_of(folder)
 
