@@ -358,6 +358,7 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
         store.StepDraft(tmp_path / "global_step_7").folder,
     )
     for draft in (far, old):
+        (draft / drafts.OWNER).unlink()
         (draft / drafts.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
     for path in (old / drafts.OWNER, old):
         os.utime(path, (0, 0))
@@ -466,7 +467,7 @@ def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: Path, monkeypatch) -> None:
     """A step that is uploaded, and one that is whole and waits for its save to be finished."""
     monkeypatch.setattr(drafts, "ABANDONED", 0.6)
-    monkeypatch.setattr(drafts, "_marks", set())
+    monkeypatch.setattr(drafts, "_held", set())
     folder, draft = published(tmp_path, 5), store.StepDraft(tmp_path / "global_step_6")
     with store.uploading(folder):
         time.sleep(1.2)
@@ -476,7 +477,7 @@ def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: 
         assert draft.folder.exists()
     draft.discard()
     deadline = time.monotonic() + 10
-    while drafts._marks:
+    while drafts._held:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

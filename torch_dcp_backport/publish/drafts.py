@@ -395,8 +395,9 @@ def make_hidden(target: Path) -> tuple[Path, Mark]:
         except BaseException as error:
             if mark is not None:
                 mark.release()
-            for folder in (nameless, draft):
-                remove_if_empty(folder)
+            if isinstance(error, OSError):
+                for folder in (nameless, draft):
+                    remove_if_empty(folder)
             if not isinstance(error, FileNotFoundError) or attempt == ATTEMPTS - 1:
                 raise
             # Another process cleaned up meanwhile.
@@ -445,9 +446,9 @@ class Hidden(Draft):
         if self.mark is not None and not os.path.lexists(self.folder / OWNER):
             raise DraftGone(
                 f"{self.folder}, the draft of {self.target.name}, is gone: another process removed it while "
-                "it was written here. A save or a `checkpoint prune` of this release leaves alone what a process "
-                "has locked; one of an older release, in another container or on another machine, may have "
-                "removed it, or a program that deletes hidden or temporary files"
+                "it was written here. A save or a `checkpoint prune` of this release leaves alone what a "
+                "process has locked; one of an older release, in another container or on another machine, "
+                "may have removed it, or a program that deletes hidden or temporary files"
             )
 
     def release(self) -> None:

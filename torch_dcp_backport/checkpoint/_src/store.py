@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
@@ -127,37 +127,38 @@ class Shelf:
 
     def steps(self) -> list[Step]:
         """Return every folder, newest first, with its faults: looks at every file of every step."""
-        steps = [examined(entry.path, entry.step) for entry in (*self.listed(), *self.lost())]
+        steps = [examined(entry.path, entry.step) for entry in self.readable()]
         return sorted(steps, key=lambda step: step.age, reverse=True)
 
-    def lost(self) -> list[ListedStep]:
-        """Return the steps that a save has hidden to replace them, and that nothing has replaced.
+    def listed(self) -> list[ListedStep]:
+        """Return every folder, newest first; reads the manifests that are not those of the last call."""
+        return self._listed(self._inodes())
+
+    def readable(self) -> list[ListedStep]:
+        """Return every folder, newest first, and those that a save has hidden and nothing has replaced yet.
 
         The save was killed between two renames, or is between them now. Only a save or a clean-up gives
         such a step its name back; readers find it under the hidden one.
         """
-        if self.below.name:
-            return []
-        lost = []
+        inodes = self._inodes()
+        entries = [*self._listed(inodes), *self._lost(inodes)]
+        return sorted(entries, key=lambda entry: (entry.order, entry.step), reverse=True)
+
+    def _inodes(self) -> dict[str, int]:
         try:
             with os.scandir(self.root) as entries:
-                names = {entry.name for entry in entries}
+                return {entry.name: entry.inode() for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
-            names = set()
-        for name in names:
+            return {}
+
+    def _lost(self, names: Collection[str]) -> Iterator[ListedStep]:
+        for name in names if not self.below.name else ():
             match = HIDDEN.fullmatch(name) if name.startswith(".") else None
             step = step_named(match["name"]) if match is not None and match["kind"] == "was" else None
             if step is not None and name_of(step) not in names and os.path.isdir(self.root / name):
-                lost.append(listed_of(self.root / name, step))
-        return lost
+                yield listed_of(self.root / name, step)
 
-    def listed(self) -> list[ListedStep]:
-        """Return every folder, newest first; reads the manifests that are not those of the last call."""
-        try:
-            with os.scandir(self.root) as entries:
-                inodes = {entry.name: entry.inode() for entry in entries}
-        except (FileNotFoundError, NotADirectoryError):
-            inodes = {}
+    def _listed(self, inodes: Mapping[str, int]) -> list[ListedStep]:
         listed: list[ListedStep] = []
         known: dict[str, tuple[Stamp, ListedStep]] = {}
         for name, inode in inodes.items():
@@ -186,7 +187,7 @@ class Shelf:
         Raises:
             ValueError: a step has the last order that there is.
         """
-        newest = max((*self.listed(), *self.lost()), key=lambda entry: entry.order, default=None)
+        newest = next(iter(self.readable()), None)
         order = 1 if newest is None else newest.order + 1
         if newest is not None and order >= manifest.LARGEST:
             raise ValueError(
@@ -197,10 +198,7 @@ class Shelf:
 
     def newest_complete(self) -> Optional[ListedStep]:
         """Return the newest step that nothing speaks against, as far as sizes tell."""
-        entries = sorted(
-            (*self.listed(), *self.lost()), key=lambda entry: (entry.order, entry.step), reverse=True
-        )
-        return next((entry for entry in entries if not examined(entry.path, entry.step).fault), None)
+        return next((entry for entry in self.readable() if not examined(entry.path, entry.step).fault), None)
 
     def clean_once(self) -> None:
         """Remove what others left, before the first save of this process."""

@@ -155,6 +155,22 @@ def place_in(group: Group) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
+class Waiting:
+    """The time that ranks wait for work of the first rank, in turns that no group's timeout ends."""
+
+    def __init__(self, timeout: Optional[float]) -> None:
+        """`timeout`: the most seconds; None waits without end."""
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def seconds(self) -> float:
+        """Return the seconds of the next turn."""
+        return PATIENCE if self._end is None else min(max(self._end - time.monotonic(), 0.0), PATIENCE)
+
+    @property
+    def is_over(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
+
+
 def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common = NOTHING) -> T:
     """Return what the first rank makes, which may take longer than the group's timeout: till then ranks meet.
 
