@@ -200,13 +200,13 @@ def test_a_data_loader_that_outlives_its_trainer_holds_no_draft(tmp_path: Path, 
 
 
 def waits_in_export(target: Path, signs: Path) -> None:
-    with stopped_at("rename", signs):
-        hf.save_state_dict({"w": torch.ones(4)}, target)
+    with stopped_at("rename the draft", signs):
+        hf.save_state_dict({"w": torch.ones(4)}, target, like={"model_type": "none"})
 
 
 def exported(target: Path) -> str:
     try:
-        hf.save_state_dict({"w": torch.ones(4)}, target)
+        hf.save_state_dict({"w": torch.ones(4)}, target, like={"model_type": "none"})
     except Exception as error:
         return str(error)
     return ""
@@ -262,7 +262,6 @@ def test_a_part_on_a_node_that_another_container_writes_is_left_to_it(tmp_path: 
     assert inside(lambda: NearbyCheckpoints(folder, run="a", keep=3).save(state, 3))
     (signs / "go").touch()
     assert trainer.result()
-    assert NearbyCheckpoints(folder, run="a").latest() == 2 or True
 
 
 # What a mark proves, in one process.
@@ -378,7 +377,10 @@ def test_a_step_that_lost_its_name_is_loaded_where_it_is(tmp_path: Path, below: 
     trainer = Trainer(tmp_path)
     trainer.train(3)
     path = tmp_path / "global_step_7" / below
-    trainer.manager.save_checkpoint(path, global_step=7)
+    if below:
+        trainer.manager.save_checkpoint(path, global_step=7)
+    else:
+        trainer.handler.save_checkpoint(7)
     expected = trainer.state()
     path.rename(path.with_name(f".{path.name}.was-01234567"))
     before = tree(tmp_path)
@@ -400,7 +402,7 @@ def test_a_step_that_lost_its_name_is_loaded_where_it_is(tmp_path: Path, below: 
         assert [step.step for step in store.steps_in(tmp_path)] == [3, 7]
 
 
-def gone(root: Path, at: str, is_async: bool) -> str:
+def gone(api: Any, root: Path, at: str, is_async: bool) -> str:
     trainer = Trainer(root, config={"async_save": is_async})
     trainer.handler.save_checkpoint(1)
     trainer.handler.finish()

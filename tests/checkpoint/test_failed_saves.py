@@ -1,4 +1,4 @@
-"""With `on_failure="warn"` a save that fails is an error in the log of every rank, and the training goes on."""
+"""With `on_failure="warn"` a failed save is an error in the log of every rank, and the training goes on."""
 
 from __future__ import annotations
 

@@ -451,6 +451,19 @@ class Hidden(Draft):
                 "may have removed it, or a program that deletes hidden or temporary files"
             )
 
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Have an error say that the draft is gone, where it is: any file in it is missing then.
+
+        Raises:
+            DraftGone: as `check`.
+        """
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+
     def release(self) -> None:
         """Be done with the draft, which has taken its place or is given up."""
         if self.mark is not None:

@@ -76,7 +76,7 @@ def take(link: Link, folder: Path, owner: int, run: str, block: int, is_load: bo
     """
     with closing(link):
         draft = store.StepDraft(folder, cleans=not is_load)
-        with discarding(draft):
+        with discarding(draft), draft.explaining():
             content = receive(link, draft.folder, block)
             node_folder.check_name(draft.folder, content, owner, folder.name, run)
             store.publish(draft)

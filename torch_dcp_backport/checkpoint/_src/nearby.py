@@ -434,7 +434,7 @@ class NearbyCheckpoints:
     ) -> tuple[store.StepDraft, set[str]]:
         """Write this rank's part into a draft; return it, and the files that are on disk."""
         draft = store.StepDraft(place)
-        with discarding(draft):
+        with discarding(draft), draft.explaining():
             writing = Writing(draft.folder, "")
             # First: it proves whose the draft is, if this process is killed.
             writing.write(

@@ -314,7 +314,7 @@ def download(place: RemoteFolder, final: Path) -> Manifest:
             f"{final} is of step {here.step}, and {place.url} of step {content.step}: move the folder away"
         )
     draft = store.StepDraft(final, cleans=False)
-    with discarding(draft):
+    with discarding(draft), draft.explaining():
         meter = meter_of("download", content)
         for name, entry in content.files.items():
             disk.step(f"download {name}")

@@ -256,18 +256,37 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
     if not name:
         meet(call, Topic("making the draft", outlook))
     begun = Begun(asked, draft, Writing(Path(name), outlook))
-    with discarding(draft), saying(outlook):
+    group = call.group if call.groups else None
+    with discarding(draft), saying(outlook), naming_loss(draft, group):
         with call.guard(), begun.writing.is_open():
             yield begun
-        check_draft(call, begun)
         meet(call, Topic("writing"), common={"saves in the background": str(len(begun.writing.requests))})
 
 
-def check_draft(call: Call, begun: Begun) -> None:
-    """Make it a problem of the first rank if the draft is gone: it explains other errors."""
-    if begun.draft is not None:
-        with call.guard():
-            begun.draft.check()
+@contextlib.contextmanager
+def naming_loss(draft: Optional[store.StepDraft], group: Group) -> Iterator[None]:
+    """Have the error of a save say that another process removed its draft, where it did. Collective.
+
+    Any step fails then, on any rank, over a file that is not there.
+
+    Args:
+        draft: of the first rank.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    try:
+        yield
+    except CheckpointingException as error:
+        if not error.is_agreed:
+            # A rank is gone: there is nothing more to agree on.
+            raise
+        with begin(CANNOT_SAVE, "save", group) as call:
+            with call.guard():
+                if draft is not None:
+                    draft.check()
+            meet(call, Topic("looking for the draft"))
+        raise
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -303,19 +322,18 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
     """
     folder, so_far = begun.writing.draft, begun.writing.outlook
     unheard = f"list the steps to see whether {begun.asked.final.name} is one"
-    with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
+    save = begin(CANNOT_SAVE, "save", group)
+    with discarding(begun.draft), saying(so_far), naming_loss(begun.draft, group), save as call:
         if begun.writing.requests:
             call.problems += map(call.problem_of, begun.writing.failures)
-            check_draft(call, begun)
             # Once all have written: a file may be written by another rank than its name says.
             meet(call, Topic("writing in the background", so_far))
-            with call.guard(), saying(so_far):
+            with call.guard():
                 for request in begun.writing.requests:
                     for finalize in request.finalize_fns:
                         finalize()
         with call.guard() as noted:
             noted.set(begun.writing.noted())
-        check_draft(call, begun)
         with at_first(call, Topic("publishing", so_far, unheard), noted) as meeting:
             if meeting.decides:
                 # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
@@ -334,7 +352,6 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
             for name in work.names:
                 own[name] = manifest.entry_of(folder / name)
                 disk.sync_file(folder / name)
-        check_draft(call, begun)
         with at_first(call, Topic("publishing what was read", so_far, unheard), own) as meeting:
             if meeting.decides:
                 publish(begun, then, meeting.heard)
