@@ -94,13 +94,16 @@ class Mark:
 
 
 _held: set[Mark] = set()
+#: Whether a thread touches them; it ends once there are none when it looks.
+_is_touching = False
 _lock = threading.Lock()
 
 
 def _leave_marks() -> None:
     """Leave the marks to the parent, in a process that was forked; it may make marks of its own."""
-    global _lock
+    global _is_touching, _lock
     _held.clear()
+    _is_touching = False
     # Another thread of the parent may have had it.
     _lock = threading.Lock()
 
@@ -109,20 +112,22 @@ os.register_at_fork(after_in_child=_leave_marks)
 
 
 def _keep_young(mark: Mark) -> None:
+    global _is_touching
     with _lock:
-        is_first = not _held
+        is_first, _is_touching = not _is_touching, True
         _held.add(mark)
     if is_first:
         try:
             # A daemon: the process does not wait for it.
             threading.Thread(target=_touch, name="marks of folders in hand", daemon=True).start()
         except RuntimeError:
-            # No thread can be started: the marks grow old.
+            # No thread can be started: the marks grow old, until the next one.
             with _lock:
-                _held.clear()
+                _is_touching = False
 
 
 def _touch() -> None:
+    global _is_touching
     while True:
         time.sleep(ABANDONED / TIMES)
         with _lock:
@@ -131,6 +136,7 @@ def _touch() -> None:
             mark.touch()
         with _lock:
             if not _held:
+                _is_touching = False
                 return
 
 
