@@ -316,6 +316,40 @@ def test_an_old_release_mark_is_judged_by_time_unless_its_process_is_here(tmp_pa
     assert not drafts.is_alive(draft)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"null", b'"x"', b"{}", b'{"host": 1, "pid": 0, "started": 1}', b"[" * 100000]
+    + [
+        b'{"host": "h", "pid": 1, "started": "1", "locked": %s}' % text
+        for text in (b'""', b"{}", b"[1]", b"3")
+    ]
+    + [b'{"host": "h", "pid": %d, "started": "1"}' % (10**40)],
+)
+def test_a_mark_that_is_none_proves_nothing(tmp_path: Path, content: bytes) -> None:
+    draft = own(tmp_path).folder
+    (draft / drafts.OWNER).unlink()
+    (draft / drafts.OWNER).write_bytes(content)
+    assert drafts.is_alive(draft)
+    aged(draft)
+    assert not drafts.is_alive(draft)
+
+
+def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_dead(tmp_path: Path, monkeypatch) -> None:
+    """/proc with hidepid=2."""
+    draft = own(tmp_path).folder
+    # No process can have this id.
+    marked(draft, pid=2**22 + 1)
+    aged(draft)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    assert not drafts.is_alive(draft)
+    monkeypatch.setattr(drafts.os, "kill", refuse)
+    os.utime(draft)
+    assert drafts.is_alive(draft)
+
+
 def test_an_old_release_reads_a_mark_of_today_as_one_of_its_own(tmp_path: Path) -> None:
     facts = json.loads((own(tmp_path).folder / drafts.OWNER).read_text())
     # All that release 0.1.0 looks at.

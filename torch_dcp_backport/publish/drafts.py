@@ -156,7 +156,11 @@ class Owner(NamedTuple):
         is_here = self.host == socket.gethostname()
         if self.started is None or not is_here:
             return None
-        is_same = self.started == started_at(self.pid)
+        now = started_at(self.pid)
+        if now == "" != self.started:
+            # It runs, as another user's, and since when is hidden.
+            return None
+        is_same = self.started == now
         if not self.boot:
             # An older release's: its id may be one of another PID namespace. Then its absence says nothing.
             return is_same or None
@@ -212,12 +216,15 @@ def pid_namespace() -> str:
 
 def owner_of(path: Path) -> Optional[Owner]:
     """Return the content of a mark; None where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    # What another program put there may be any JSON.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         said = json.loads(disk.read_whole(path))
-        locked = said.get("locked")
+        locked, pid = said.get("locked"), int(said["pid"])
+        if not 0 < pid < 2**31:
+            return None
         return Owner(
             str(said["host"]),
-            int(said["pid"]),
+            pid,
             None if said["started"] is None else str(said["started"]),
             str(said.get("boot", "")),
             str(said.get("pid_namespace", "")),
@@ -260,15 +267,22 @@ def walk_times(folder: Path) -> Iterator[float]:
 
 
 def started_at(pid: int) -> Optional[str]:
-    """Return the start of a local process, in the kernel's ticks, as process ids are reused; None if dead."""
+    """Return the start of a local process, in the kernel's ticks, as process ids are reused.
+
+    None if it is dead; "" if it runs, and its start is hidden.
+    """
     with contextlib.suppress(OSError, IndexError):
         state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # Z and X: it has ended, and its parent has not collected it.
         return None if state in "ZX" else facts[18]
-    with contextlib.suppress(OSError):
+    try:
         os.kill(pid, 0)
-        return ""
-    return None
+    except ProcessLookupError:
+        return None
+    except OSError:
+        # Not this user's.
+        pass
+    return ""
 
 
 # --- drafts ---

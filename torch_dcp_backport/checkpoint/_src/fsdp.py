@@ -245,8 +245,9 @@ class FSDPCheckpointManager(ShardedManager):
         """Remember the parts.
 
         Args:
-            model, optimizer, lr_scheduler, processing_class, checkpoint_config, trust, save_timeout,
-                process_group: as of `BaseCheckpointManager`.
+            model, optimizer, lr_scheduler, processing_class, checkpoint_config: as of
+                `BaseCheckpointManager`.
+            trust, save_timeout, process_group: as of `BaseCheckpointManager`.
             tokenizer: verl's former name of `processing_class`.
             trust_remote_code: of verl's; no code of a model is loaded here.
             like: the model's own folder: its generation configuration, code, and what `processing_class` does
