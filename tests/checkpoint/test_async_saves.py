@@ -165,8 +165,11 @@ def test_a_step_that_nobody_finished_is_told_and_cleared_away(tmp_path: Path) ->
     )
     assert "global_step_7 was never published: call finish()" in done.stderr
     assert len(list(tmp_path.glob(".global_step_7.tmp-*"))) == 1
-    assert Trainer(tmp_path).handler.load_checkpoint() == 0
-    assert not list(tmp_path.iterdir())
+    fresh = Trainer(tmp_path).handler
+    assert fresh.load_checkpoint() == 0
+    assert len(list(tmp_path.iterdir())) == 1
+    fresh.save_checkpoint(1)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_word_is_only_said_where_it_is_true(tmp_path: Path, caplog) -> None:

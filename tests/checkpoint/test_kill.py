@@ -48,7 +48,12 @@ def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None, is_as
         fresh.train(99)
         resumed, state = fresh.handler.load_checkpoint(), fresh.state()
         assert (resumed == 2 and same(state, before[2])) or (resumed == step and same(state, after))
+        left = {path.name for path in root.iterdir()}
         assert len([one for one in store.steps_in(root) if not one.fault]) >= (2 if keep is None else 1)
+        # The load removed nothing, and renamed nothing; the next save does.
+        assert {path.name for path in root.iterdir()} == left
+        fresh.handler.save_checkpoint(50)
+        fresh.handler.finish()
         assert not list(root.glob(".*"))
         if total < limit:
             break
@@ -73,8 +78,10 @@ def test_killed_while_the_step_before_is_removed_in_a_thread(tmp_path: Path) -> 
         fresh.train(99)
         assert fresh.handler.load_checkpoint() in (1, 2, 3)
         assert all(map(torch.equal, fresh.state()["parameters"], expected["parameters"]))
+        loaded = fresh.handler.load_checkpoint()
+        fresh.handler.save_checkpoint(4)
         assert not list(root.glob(".*"))
         if total < limit:
             break
     assert {".global_step_1.old", ".global_step_2.old"} <= set().union(*names.values())
-    assert fresh.handler.load_checkpoint() == 3
+    assert loaded == 3

@@ -615,12 +615,15 @@ def test_a_manifest_with_a_number_that_no_step_has_is_damaged(tmp_path: Path, nu
     assert Trainer(tmp_path).handler.load_checkpoint() == 3
 
 
-def test_a_step_that_is_missing_a_name_with_a_newline_is_put_back(tmp_path: Path) -> None:
+def test_a_step_that_lost_a_name_with_a_newline_is_loaded_where_it_is(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     path = tmp_path / "global_step_1" / "the\nactor"
     trainer.manager.save_checkpoint(path, global_step=1)
     path.rename(path.with_name(f".{path.name}.was-00000000"))
-    Trainer(tmp_path).manager.load_checkpoint(path)
+    fresh = Trainer(tmp_path).manager
+    fresh.load_checkpoint(path)
+    assert not path.exists()
+    fresh.save_checkpoint(tmp_path / "global_step_2" / "the\nactor", global_step=2)
     assert (path / "manifest.json").is_file()
 
 

@@ -27,7 +27,7 @@ from torch_dcp_backport.checkpoint import NearbyCheckpoints
 from torch_dcp_backport.checkpoint._src import manifest, nearby
 from torch_dcp_backport.checkpoint._src.node_folder import Contents, Part
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish import disk, drafts
 from torch_dcp_backport.state_dict import get_state_dict, set_state_dict
 
 try:
@@ -478,7 +478,8 @@ def tree(root: Path) -> dict[str, bytes]:
 
 def leave(part: Path) -> list[Path]:
     """Leave what killed processes leave: a draft, one that was given up, and a part half removed."""
-    dead = {"host": socket.gethostname(), "pid": os.getpid(), "started": "long ago"}
+    here = {"boot": drafts.boot(), "pid_namespace": drafts.pid_namespace()}
+    dead = {"host": socket.gethostname(), "pid": os.getpid(), "started": "long ago", **here}
     hidden = [part.with_name(f".{part.name}.{kind}-0a1b2c3d") for kind in ("tmp", "off", "old")]
     for path in hidden:
         shutil.copytree(part, path)
@@ -523,7 +524,10 @@ def test_what_a_killed_run_left_is_removed_by_that_run_alone(tmp_path: Path, cap
         f"{path}: left alone, as nothing proves that the run 'b' saved it" in caplog.text for path in hidden
     )
     shutil.rmtree(next((tmp_path / "rank_0").glob("step_2.*")))
-    assert NearbyCheckpoints(tmp_path, run="a", keep=1).latest() is None
+    resumed = NearbyCheckpoints(tmp_path, run="a", keep=1)
+    assert resumed.latest() is None
+    assert [tree(path) for path in hidden] == before
+    assert resumed.save(state, 3)
     assert not list(tmp_path.rglob(".step_*"))
 
 
@@ -702,8 +706,8 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path) -> None:
         assert loaded is not None
         assert state["w"].tolist() == [loaded.step] * 3
         resumed.add(loaded.step)
-        assert not list(tier.folder.rglob(".step_*"))
         fresh.save(state, 3)
+        assert not list(tier.folder.rglob(".step_*"))
         assert [path.name[:6] for path in tier.folder.rglob("step_*")] == ["step_3"]
     assert resumed == {1, 2}
     assert limit > 20

@@ -100,7 +100,7 @@ REFUSED = ("data_0.pt", "dist_ckpt/.metadata", "owner.json", "manifest.json", "a
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("then", ["a save", "a start", "prune", "the same step again"])
+@pytest.mark.parametrize("then", ["a save", "a restart", "prune", "the same step again"])
 def test_a_removal_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch, what: str, then: str) -> None:
     """A file of a disk elsewhere may be busy for a moment: what is left must still be known as ours."""
     trainer = Trainer(tmp_path, max_ckpt_to_keep=2)
@@ -133,18 +133,22 @@ def test_a_removal_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch, what
     if then in ("a save", "the same step again"):
         trainer.handler.save_checkpoint(1 if again else 4)
         trainer.handler.finish()
-    elif then == "a start":
-        assert Trainer(tmp_path).handler.load_checkpoint() == 3
+    elif then == "a restart":
+        fresh = Trainer(tmp_path, max_ckpt_to_keep=2)
+        assert fresh.handler.load_checkpoint() == 3
+        assert hidden.exists()
+        fresh.handler.save_checkpoint(4)
+        fresh.handler.finish()
     else:
         assert retention.prune(tmp_path, PreservationPolicy(2), lambda verdict: None, is_dry=True) == []
         assert hidden.exists()
         assert retention.prune(tmp_path, PreservationPolicy(2), lambda verdict: None) == []
     names = {path.name for path in tmp_path.iterdir()} - {store.TRACKER}
-    steps = {"a save": (3, 4), "the same step again": (1, 2)}.get(then, (2, 3))
+    steps = {"a save": (3, 4), "a restart": (3, 4), "the same step again": (1, 2)}.get(then, (2, 3))
     assert names == {store.name_of(step) for step in steps}
 
 
-def test_what_stays_is_named_by_prune_and_at_a_start(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_what_stays_is_named_by_prune_and_at_the_first_save(tmp_path: Path, monkeypatch, caplog) -> None:
     trainer = Trainer(tmp_path)
     (tmp_path / ".global_step_1.old-00000000").symlink_to(trainer.handler.save_checkpoint(2))
     folder = trainer.handler.save_checkpoint(1)
@@ -158,7 +162,7 @@ def test_what_stays_is_named_by_prune_and_at_a_start(tmp_path: Path, monkeypatch
     (failure,) = retention.prune(tmp_path, PreservationPolicy(1), lambda verdict: None)
     assert failure.startswith(f"{hidden}: [Errno 16]")
     caplog.clear()
-    assert Trainer(tmp_path).handler.load_checkpoint() == 2
+    Trainer(tmp_path).handler.save_checkpoint(3)
     assert f"{hidden} still takes its room on the disk: [Errno 16]" in caplog.text
 
 
@@ -205,7 +209,10 @@ def test_a_manager_alone_clears_what_a_killed_one_left(tmp_path: Path) -> None:
         trainer.manager.save_checkpoint(tmp_path / f"global_step_{step}" / "actor", global_step=step)
     left = tmp_path / "global_step_1" / "actor"
     left.rename(left.with_name(".actor.old-00000000"))
-    Trainer(tmp_path).manager.load_checkpoint(tmp_path / "global_step_2" / "actor")
+    fresh = Trainer(tmp_path).manager
+    fresh.load_checkpoint(tmp_path / "global_step_2" / "actor")
+    assert list((tmp_path / "global_step_1").iterdir())
+    fresh.save_checkpoint(tmp_path / "global_step_3" / "actor", global_step=3)
     assert not list((tmp_path / "global_step_1").iterdir())
 
 
@@ -291,12 +298,15 @@ def test_prune_reads_what_is_to_stay_beside_one_that_could_not_be_loaded(tmp_pat
 
 
 @pytest.mark.parametrize("mode", ["disable", "resume_path"])
-def test_a_start_that_looks_for_no_step_clears_up_too(tmp_path: Path, mode: str) -> None:
+def test_a_run_that_looks_for_no_step_clears_up_when_it_saves(tmp_path: Path, mode: str) -> None:
     Trainer(tmp_path / "a").handler.save_checkpoint(1)
     left = tmp_path / "b" / ".global_step_9.old-00000000"
     left.mkdir(parents=True)
     options = {"resume_mode": mode, "resume_from_path": tmp_path / "a" / "global_step_1"}
-    assert Trainer(tmp_path / "b", **options).handler.load_checkpoint() == (mode == "resume_path")
+    trainer = Trainer(tmp_path / "b", **options)
+    assert trainer.handler.load_checkpoint() == (mode == "resume_path")
+    assert left.exists()
+    trainer.handler.save_checkpoint(2)
     assert not left.exists()
 
 

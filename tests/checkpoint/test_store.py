@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Collection, Sequence
@@ -321,7 +322,7 @@ def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypat
     def walk(top: Path, *args: Any) -> Any:
         listed = list(native(top, *args))
         if top == nameless:
-            drafts.mark(nameless / drafts.OWNER)
+            drafts.Mark(nameless / drafts.OWNER)
         return iter(listed)
 
     monkeypatch.setattr(disk, "walk", walk)
@@ -357,6 +358,7 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
         store.StepDraft(tmp_path / "global_step_7").folder,
     )
     for draft in (far, old):
+        (draft / drafts.OWNER).unlink()
         (draft / drafts.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
     for path in (old / drafts.OWNER, old):
         os.utime(path, (0, 0))
@@ -463,9 +465,11 @@ def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: Path, monkeypatch) -> None:
-    """A step that is uploaded, and one that is whole and waits for its save to be finished."""
+    """A step that is uploaded, and one that is whole and waits for its save to be finished; without locks."""
+    monkeypatch.setattr(drafts, "_locked", lambda fd: False)
     monkeypatch.setattr(drafts, "ABANDONED", 0.6)
-    monkeypatch.setattr(drafts, "_marks", set())
+    monkeypatch.setattr(drafts, "_held", set())
+    monkeypatch.setattr(drafts, "_is_touching", False)
     folder, draft = published(tmp_path, 5), store.StepDraft(tmp_path / "global_step_6")
     with store.uploading(folder):
         time.sleep(1.2)
@@ -475,9 +479,17 @@ def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: 
         assert draft.folder.exists()
     draft.discard()
     deadline = time.monotonic() + 10
-    while drafts._marks:
+    while drafts._is_touching:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert not drafts._held
+
+
+def test_one_thread_keeps_the_marks_of_all_saves_young(tmp_path: Path) -> None:
+    for step in range(5):
+        store.StepDraft(tmp_path / f"global_step_{step}").discard()
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("marks of folders in hand") <= 1
 
 
 def test_a_published_folder_is_published_whatever_comes_after(tmp_path: Path, monkeypatch, caplog) -> None:

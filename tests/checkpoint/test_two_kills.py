@@ -1,4 +1,4 @@
-"""A clean-up that is killed, too: what was complete comes back, and what is nobody's goes."""
+"""A clean-up that is killed, too: what was complete comes back, what is nobody's goes; a load needs none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import dying
 import pytest
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint._src import store
+from torch_dcp_backport.checkpoint import PreservationPolicy
+from torch_dcp_backport.checkpoint._src import retention, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
+
+
+def pruned(root: Path) -> None:
+    assert retention.prune(root, PreservationPolicy(2), lambda verdict: None) == []
 
 
 def killed_between_two_renames(root: Path) -> Trainer:
@@ -40,7 +45,7 @@ def killed_between_two_renames(root: Path) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("work", ["a start", "a save"])
+@pytest.mark.parametrize("work", ["prune", "a save"])
 def test_a_clean_up_that_is_killed_at_every_step(tmp_path: Path, work: str) -> None:
     total = limit = -1
     while total == limit:
@@ -51,14 +56,16 @@ def test_a_clean_up_that_is_killed_at_every_step(tmp_path: Path, work: str) -> N
         def clean(begin: Callable[[], None], root: Path = root) -> None:
             trainer = Trainer(root)
             begin()
-            if work == "a start":
-                trainer.handler.load_checkpoint()
+            if work == "prune":
+                pruned(root)
             else:
                 trainer.handler.save_checkpoint(2)
 
         total = dying.until(limit, clean)
         assert Trainer(root).handler.load_checkpoint() == 2
+        pruned(root)
         assert not list(root.glob(".*"))
+        assert Trainer(root).handler.load_checkpoint() == 2
     assert limit > 5
 
 
@@ -69,15 +76,20 @@ def test_an_empty_draft_without_an_owner_hides_no_step(tmp_path: Path) -> None:
     for path in sorted(draft.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert Trainer(tmp_path).handler.load_checkpoint() == 2
+    pruned(tmp_path)
     assert not list(tmp_path.glob(".*"))
+    assert Trainer(tmp_path).handler.load_checkpoint() == 2
 
 
-def test_a_step_that_waits_for_a_writer_elsewhere_is_named(tmp_path: Path, caplog) -> None:
+def test_a_step_that_waits_for_a_writer_elsewhere_is_named_and_loaded(tmp_path: Path, caplog) -> None:
     killed_between_two_renames(tmp_path)
     (hidden,) = tmp_path.glob(".global_step_2.was-*")
     (draft,) = tmp_path.glob(".global_step_2.tmp-*")
     (draft / "owner.json").write_text('{"host": "elsewhere", "pid": 1, "started": "1"}')
-    assert Trainer(tmp_path).handler.load_checkpoint() == 1
+    assert Trainer(tmp_path).handler.load_checkpoint() == 2
+    assert f"{hidden} is read where it is" in caplog.text
+    caplog.clear()
+    pruned(tmp_path)
     (text,) = {text for text in caplog.messages if hidden.name in text}
     assert f"{tmp_path / 'global_step_2'} is no step" in text
     assert draft.name in text
@@ -106,6 +118,7 @@ def test_a_draft_that_cannot_be_removed_now_is_removed_later(tmp_path: Path, mon
     assert {path.name for path in left.iterdir()} == {"data_0.pt", "owner.json"}
     # Its owner is this process, which is alive.
     assert Trainer(tmp_path).handler.load_checkpoint() == 1
+    pruned(tmp_path)
     assert not list(tmp_path.glob(".*"))
 
 

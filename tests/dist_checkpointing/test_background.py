@@ -121,8 +121,9 @@ def goes_on(api: Any, folder: Path) -> None:
         assert not check_is_distributed_checkpoint(folder)
         if dist.get_rank() == 0:
             gate.opened.set()
-            assert queue._thread is not None
-            queue._thread.join()
+            assert queue._running is not None
+            assert queue._running.worker is not None
+            assert queue._running.worker.wait(60)
         if dist.get_world_size() > 1:
             # The other ranks still write.
             assert queue.maybe_finalize_async_calls() == []
@@ -578,13 +579,14 @@ def test_the_report_tells_what_was_hidden(tmp_path: Path, waits: bool) -> None:
         request, _ = begin(tmp_path, 3)
         scheduled = time.perf_counter()
         queue.schedule_async_request(request)
-        assert queue._thread is not None
+        assert queue._running is not None
+        assert queue._running.worker is not None
         if waits:
             threading.Timer(0.3, gate.opened.set).start()
         else:
             time.sleep(0.3)
             gate.opened.set()
-            queue._thread.join()
+            assert queue._running.worker.wait(60)
         began = time.perf_counter()
         queue.close()
         closing = time.perf_counter() - began

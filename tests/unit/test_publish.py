@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -34,7 +35,8 @@ def in_room(target: Path) -> tuple[Draft, Path]:
 
 
 def hidden(target: Path) -> tuple[Draft, Path]:
-    return Hidden(make_hidden(target), target), hidden_name(target, "was")
+    folder, mark = make_hidden(target)
+    return Hidden(folder, target, mark), hidden_name(target, "was")
 
 
 KINDS = pytest.mark.parametrize("kind", [in_room, hidden])
@@ -241,6 +243,41 @@ def test_a_folder_that_cannot_go_back_is_kept_and_put_back_by_the_next(
     assert (target / "file").read_bytes() == b"old"
     again.discard()
     assert os.listdir(target.parent) == ["target"]
+
+
+def test_a_process_that_was_forked_has_no_lock_of_a_room_and_of_a_mark(target: Path) -> None:
+    """A data loader's worker lives on when its trainer is killed."""
+    draft, _ = begun(in_room, target)
+    folder, mark = make_hidden(target)
+    held = {os.fstat(fd).st_ino for fd in (draft.room._lock, mark._fd)}  # type: ignore[attr-defined]
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        inodes = set()
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                inodes.add(os.fstat(int(name)).st_ino)
+        mark.release()
+        os.write(writes, str(len(held & inodes)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reads, 9) == b"0"
+    for end in (reads, writes):
+        os.close(end)
+    # The child gave up nothing of this process.
+    assert is_locked(folder / OWNER)
+    draft.discard()
+    Hidden(folder, target, mark).discard()
+    assert os.listdir(target.parent) == ["target"]
+
+
+def is_locked(path: Path) -> bool:
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def test_what_a_killed_process_had_replaced_goes(target: Path) -> None:

@@ -54,6 +54,10 @@ from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import part_of_th
 from torch_dcp_backport.dist_checkpointing._src.reader import Read as Read, RecordReader as RecordReader
 from torch_dcp_backport.dist_checkpointing._src.values import resolved as resolved
 from torch_dcp_backport.dist_checkpointing._src.body import Output as Output
+from torch_dcp_backport.dist_checkpointing._src.worker import (
+    Worker as Worker,
+    checked_seconds as checked_seconds,
+)
 # isort: on
 
 __all__ = [

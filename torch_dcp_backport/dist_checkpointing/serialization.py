@@ -189,7 +189,9 @@ def saving(
             report.close_save(call.tally, output, clock.stop())
         else:
             save = begin_save(call, own, options.process_group, clock)
-            requests.append(AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,)))
+            requests.append(
+                AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,), stop_fn=save.stop)
+            )
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:

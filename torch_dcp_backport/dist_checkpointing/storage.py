@@ -60,7 +60,7 @@ class CheckedReader(storage.StorageReader):
             verify_integrity: compare the files that this rank reads from with their SHA-256, before any rank
                 loads anything.
         """
-        self.folder = Path(path)
+        self.folder = Path(path).absolute()
         self.trust = trust
         self.is_hashed = verify_integrity
         self._opened: Optional[Opened] = None
@@ -68,7 +68,7 @@ class CheckedReader(storage.StorageReader):
 
     def reset(self, checkpoint_id: Optional[Folder] = None) -> None:
         if checkpoint_id is not None:
-            self.folder = Path(checkpoint_id)
+            self.folder = Path(checkpoint_id).absolute()
         self._opened = None
         self._chunks.clear()
 
@@ -196,12 +196,12 @@ class CheckedWriter(storage.StorageWriter):
 
     def __init__(self, path: Folder, *, verify_integrity: bool = False) -> None:
         """`verify_integrity`: save the SHA-256 of every file (`integrity.json`), too; on all ranks."""
-        self.folder = Path(path)
+        self.folder = Path(path).absolute()
         self.is_hashed = verify_integrity
 
     def reset(self, checkpoint_id: Optional[Folder] = None) -> None:
         if checkpoint_id is not None:
-            self.folder = Path(checkpoint_id)
+            self.folder = Path(checkpoint_id).absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass

@@ -486,7 +486,7 @@ def in_a_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Te
         os.ftruncate(fd, length)
         memory = torch.from_file(str(path), shared=True, size=length, dtype=torch.uint8)
     finally:
-        os.close(fd)
+        disk.close_own(fd)
         os.unlink(path)
     return {
         key: memory[starts[key] : starts[key] + nbytes_of(info)].view(info.dtype).view(info.shape)

@@ -33,8 +33,67 @@ MOST_SMALL = 64 * 2**20
 UNSUPPORTED = frozenset((errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP))
 
 
+# --- files of this process alone ---
+#
+# A program forks while a save writes in a thread: its data loader's workers. Their copies of a descriptor
+# would keep a lock, and the room of a removed file, for as long as they live, and O_CLOEXEC closes nothing at
+# a fork. So the child closes them.
+
+#: (path, descriptor) of each; without a descriptor while the file is opened or closed.
+_own: dict[object, tuple[str, Optional[int]]] = {}
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666, dir_fd: Optional[int] = None) -> int:
+    """Open a file that no process has which is forked from this one; `close_own` closes it.
+
+    Args:
+        path, flags, mode, dir_fd: as of `os.open`.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    key, text = object(), os.path.abspath(path)
+    _own[key] = text, None
+    try:
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    except BaseException:
+        _own.pop(key, None)
+        raise
+    _own[key] = text, fd
+    return fd
+
+
+def close_own(fd: int) -> None:
+    """Close a file of `open_own`; do nothing in a process that was forked since, which has it no longer."""
+    for key, (text, held) in list(_own.items()):
+        if held == fd:
+            _own[key] = text, None
+            try:
+                os.close(fd)
+            finally:
+                _own.pop(key, None)
+            return
+
+
+def _close_in_child() -> None:
+    fds = {fd for _, fd in _own.values() if fd is not None}
+    # Where the parent was just opening or closing a file, its number is not known.
+    unknown = {os.path.realpath(text) for text, fd in _own.values() if fd is None}
+    _own.clear()
+    for name in os.listdir("/proc/self/fd") if unknown and os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") in unknown:
+                fds.add(int(name))
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def create(path: Path) -> int:
-    """Make a new file and open it for writing; a file or a link of its name is removed before.
+    """Make a new file, and open it as `open_own` does; a file or a link of its name is removed before.
 
     A folder that another program prepared may hold a link, or another name of the user's file, in its place:
     neither is ever written through.
@@ -43,7 +102,17 @@ def create(path: Path) -> int:
         OSError: it cannot be made, or another process made it at the same moment (EEXIST).
     """
     path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0))
+
+
+@contextlib.contextmanager
+def created(path: Path) -> Iterator[int]:
+    """Make a new file as `create` does, and close it at the end of the context."""
+    fd = create(path)
+    try:
+        yield fd
+    finally:
+        close_own(fd)
 
 
 def reserve(fd: int, nbytes: int) -> bool:
@@ -141,12 +210,11 @@ def publish(path: Path, data: bytes, is_synced: bool = True) -> None:
 
 def _write(path: Path, data: bytes, is_synced: bool, name: str) -> None:
     step(f"write {name}")
-    with open(create(path), "wb") as file:
-        file.write(data)
+    with created(path) as fd:
+        write_all(fd, data, 0)
         if is_synced:
-            file.flush()
             step(f"sync {name}")
-            os.fsync(file.fileno())
+            os.fsync(fd)
 
 
 def sync_folder(folder: Path) -> None:

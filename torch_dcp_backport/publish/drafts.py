@@ -27,63 +27,230 @@ from torch_dcp_backport.publish import disk
 
 
 OWNER = "owner.json"
-#: Seconds without a change after which a folder of another machine counts as abandoned.
+#: Seconds without a change after which a folder counts as abandoned whose process cannot be known to live.
 ABANDONED = 3600.0
 #: How often within these seconds this process touches its marks.
 TIMES = 6
-_marks: set[Path] = set()
+#: The kernel's own id of this start of the machine; the same in all containers of a host.
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+#: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class Mark:
+    """The mark of this process, a file in the folder that it works on, with its name and a lock of its own.
+
+    The lock is the kernel's: it is seen from every container of the host, and ends with the process. Neither
+    a process id of another PID namespace nor a host name, which containers may share, says as much.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Write the mark, and keep it young until it is released.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._process = os.getpid()
+        new = path.with_name(f"{path.name}.new")
+        disk.step(f"write {path.name}")
+        fd = disk.create(new)
+        try:
+            # Before the mark has its name: no other process finds it without its lock.
+            seen, is_locked = os.fstat(fd), _locked(fd)
+            owner = Owner(
+                socket.gethostname(),
+                self._process,
+                started_at(self._process),
+                boot(),
+                pid_namespace(),
+                (seen.st_dev, seen.st_ino) if is_locked else None,
+            )
+            disk.write_all(fd, json.dumps(owner._asdict()).encode(), 0)
+            disk.step(f"rename {path.name}")
+            os.replace(new, path)
+        except BaseException:
+            disk.close_own(fd)
+            raise
+        self._fd: Optional[int] = fd
+        _keep_young(self)
+
+    def touch(self) -> None:
+        """Set the time of the file to now, whatever its folder's name is by now."""
+        fd = self._fd
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.utime(fd)
+
+    def release(self) -> None:
+        """Give up the lock, and let the mark grow old. Does nothing a second time, or after a fork."""
+        with _lock:
+            _held.discard(self)
+        fd, self._fd = self._fd, None
+        if fd is not None and self._process == os.getpid():
+            with contextlib.suppress(OSError):
+                # Also for a process that is being forked at this moment.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            disk.close_own(fd)
+
+
+_held: set[Mark] = set()
+#: Whether a thread touches them; it ends once there are none when it looks.
+_is_touching = False
 _lock = threading.Lock()
 
 
-def mark(path: Path) -> None:
-    """Write a mark of this process, a file in the folder that it works on."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
-    disk.publish(path, json.dumps(owner).encode(), is_synced=False)
+def _leave_marks() -> None:
+    """Leave the marks to the parent, in a process that was forked; it may make marks of its own."""
+    global _is_touching, _lock
+    _held.clear()
+    _is_touching = False
+    # Another thread of the parent may have had it.
+    _lock = threading.Lock()
 
 
-def keep_young(path: Path) -> None:
-    """Touch a mark now and then until it is gone, so that its folder does not look abandoned."""
+os.register_at_fork(after_in_child=_leave_marks)
+
+
+def _keep_young(mark: Mark) -> None:
+    global _is_touching
     with _lock:
-        is_first = not _marks
-        _marks.add(path)
+        is_first, _is_touching = not _is_touching, True
+        _held.add(mark)
     if is_first:
         try:
             # A daemon: the process does not wait for it.
             threading.Thread(target=_touch, name="marks of folders in hand", daemon=True).start()
         except RuntimeError:
-            # No thread can be started: the mark grows old.
+            # No thread can be started: the marks grow old, until the next one.
             with _lock:
-                _marks.clear()
+                _is_touching = False
 
 
 def _touch() -> None:
+    global _is_touching
     while True:
         time.sleep(ABANDONED / TIMES)
         with _lock:
-            paths = tuple(_marks)
-        gone = set()
-        for path in paths:
-            try:
-                os.utime(path, follow_symlinks=False)
-            except OSError:
-                gone.add(path)
+            marks = tuple(_held)
+        for mark in marks:
+            mark.touch()
         with _lock:
-            _marks.difference_update(gone)
-            if not _marks:
+            if not _held:
+                _is_touching = False
                 return
 
 
+class Owner(NamedTuple):
+    """The content of a mark. Releases up to 0.1 wrote and read the first three alone."""
+
+    host: str
+    pid: int
+    started: Optional[str]
+    boot: str = ""
+    pid_namespace: str = ""
+    #: (device, inode) of the mark, if the process has it locked.
+    locked: Optional[tuple[int, int]] = None
+
+    def is_running(self) -> Optional[bool]:
+        """Return whether the process runs; None where this process cannot tell by its id."""
+        is_here = self.host == socket.gethostname()
+        if self.started is None or not is_here:
+            return None
+        now = started_at(self.pid)
+        if now == "" != self.started:
+            # It runs, as another user's, and since when is hidden.
+            return None
+        is_same = self.started == now
+        if not self.boot:
+            # An older release's: its id may be one of another PID namespace. Then its absence says nothing.
+            return is_same or None
+        is_comparable = (self.boot, self.pid_namespace) == (boot(), pid_namespace())
+        return is_same if is_comparable and self.pid_namespace else None
+
+    def is_locking(self, path: Path) -> Optional[bool]:
+        """Return whether the process has its mark locked; None where that cannot be known."""
+        try:
+            fd = disk.opened(path)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        else:
+            seen = os.fstat(fd)
+            # Under another kernel, or through another mount of a network's disk, a lock may not be seen.
+            is_seen = bool(self.boot) and self.boot == boot() and self.locked == (seen.st_dev, seen.st_ino)
+            return False if is_seen else None
+        finally:
+            os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Lock a file; return False on a file system that has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def boot() -> str:
+    """Return the id of this start of the machine; "" where the kernel does not tell."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Return the namespace that this process's id is of; "" where /proc is absent, or another namespace's."""
+    try:
+        is_own = os.readlink("/proc/self") == str(os.getpid())
+        return os.readlink("/proc/self/ns/pid") if is_own else ""
+    except OSError:
+        return ""
+
+
+def owner_of(path: Path) -> Optional[Owner]:
+    """Return the content of a mark; None where it cannot be read."""
+    # What another program put there may be any JSON.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        said = json.loads(disk.read_whole(path))
+        locked, pid = said.get("locked"), int(said["pid"])
+        if not 0 < pid < 2**31:
+            return None
+        return Owner(
+            str(said["host"]),
+            pid,
+            None if said["started"] is None else str(said["started"]),
+            str(said.get("boot", "")),
+            str(said.get("pid_namespace", "")),
+            None if locked is None else (int(locked[0]), int(locked[1])),
+        )
+    return None
+
+
 def is_alive(draft: Path, name: str = OWNER) -> bool:
-    """Return whether a draft may still be written: its process runs here, or it changed not long ago.
+    """Return whether a draft may still be written. What cannot be proved to be dead is alive.
+
+    A process of the same PID namespace is known by its id, one of another container of the same host by the
+    lock on its mark. Where neither tells (another machine, another start of this one, a file system without
+    locks), a draft is alive that has changed not long ago.
 
     A draft without the mark of its owner is not: it gets its name with the mark.
     """
-    if not os.path.lexists(draft / name):
+    path = draft / name
+    if not os.path.lexists(path):
         return False
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        owner = json.loads(disk.read_whole(draft / name))
-        if owner["host"] == socket.gethostname():
-            return bool(owner["started"] == started_at(int(owner["pid"])))
+    owner = owner_of(path)
+    if owner is not None:
+        answers = (ask() for ask in (owner.is_running, lambda: owner.is_locking(path)))
+        for is_known in answers:
+            if is_known is not None:
+                return is_known
     return time.time() - last_change(draft) < ABANDONED
 
 
@@ -100,15 +267,22 @@ def walk_times(folder: Path) -> Iterator[float]:
 
 
 def started_at(pid: int) -> Optional[str]:
-    """Return the start of a local process, in the kernel's ticks, as process ids are reused; None if dead."""
+    """Return the start of a local process, in the kernel's ticks, as process ids are reused.
+
+    None if it is dead; "" if it runs, and its start is hidden.
+    """
     with contextlib.suppress(OSError, IndexError):
         state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # Z and X: it has ended, and its parent has not collected it.
         return None if state in "ZX" else facts[18]
-    with contextlib.suppress(OSError):
+    try:
         os.kill(pid, 0)
-        return ""
-    return None
+    except ProcessLookupError:
+        return None
+    except OSError:
+        # Not this user's.
+        pass
+    return ""
 
 
 # --- drafts ---
@@ -217,31 +391,37 @@ def as_kind(hidden: Path, kind: str) -> Path:
     return hidden.with_name(f"{hidden.name[: at - 3]}{kind}{hidden.name[at:]}")
 
 
-def make_hidden(target: Path) -> Path:
-    """Make the hidden folder of a new draft, with the mark of this process.
+def make_hidden(target: Path) -> tuple[Path, Mark]:
+    """Make the hidden folder of a new draft, with the mark of this process; return both.
 
     Raises:
         OSError: it cannot be made.
     """
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(target, "tmp"), hidden_name(target, "old")
+        mark: Optional[Mark] = None
         disk.step(f"make {draft.name[-12:]}")
         try:
             # Another process may have removed it, as it was empty.
             make_parents(target)
             # Until it has an owner, its name allows any process to remove it.
             nameless.mkdir()
-            mark(nameless / OWNER)
+            mark = Mark(nameless / OWNER)
             disk.step(f"name {draft.name[-12:]}")
             os.rename(nameless, draft)
-            keep_young(draft / OWNER)
-            break
-        except OSError as error:
+            # A clean-up that took it for nameless may have removed the mark by now.
+            os.lstat(draft / OWNER)
+            return draft, mark
+        except BaseException as error:
+            if mark is not None:
+                mark.release()
+            if isinstance(error, OSError):
+                for folder in (nameless, draft):
+                    remove_if_empty(folder)
             if not isinstance(error, FileNotFoundError) or attempt == ATTEMPTS - 1:
-                remove_if_empty(nameless)
                 raise
             # Another process cleaned up meanwhile.
-    return draft
+    raise AssertionError("the last attempt returned or raised")
 
 
 def make_parents(path: Path) -> None:
@@ -265,8 +445,49 @@ def remove_if_empty(hidden: Path) -> bool:
     return not os.path.lexists(hidden)
 
 
+class DraftGone(FileNotFoundError):
+    """Another process removed a draft while this process wrote into it."""
+
+
 class Hidden(Draft):
     """A draft that `make_hidden` made, in this process or another."""
+
+    def __init__(self, folder: Path, target: Path, mark: Optional[Mark] = None) -> None:
+        """`mark`: of this process; None for a draft that another process left."""
+        super().__init__(folder, target)
+        self.mark = mark
+
+    def check(self) -> None:
+        """Find out whether the draft is still there.
+
+        Raises:
+            DraftGone: another process removed it, or took its mark away.
+        """
+        if self.mark is not None and not os.path.lexists(self.folder / OWNER):
+            raise DraftGone(
+                f"{self.folder}, the draft of {self.target.name}, is gone: another process removed it while "
+                "it was written here. A save or a `checkpoint prune` of this release leaves alone what a "
+                "process has locked; one of an older release, in another container or on another machine, "
+                "may have removed it, or a program that deletes hidden or temporary files"
+            )
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Have an error say that the draft is gone, where it is: any file in it is missing then.
+
+        Raises:
+            DraftGone: as `check`.
+        """
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+
+    def release(self) -> None:
+        """Be done with the draft, which has taken its place or is given up."""
+        if self.mark is not None:
+            self.mark.release()
 
     def discard(self) -> list[str]:
         """Give up the draft, and remove it with all that was written into it, as far as possible.
@@ -278,6 +499,12 @@ class Hidden(Draft):
         Returns:
             Why parts of it are still there.
         """
+        try:
+            return self._removed()
+        finally:
+            self.release()
+
+    def _removed(self) -> list[str]:
         if os.path.islink(self.folder):
             # What it leads to is nobody's draft.
             return [f"{self.folder} is a link"]
@@ -350,8 +577,6 @@ def publish(folder: Path, small: Mapping[str, bytes], marker: str, markers: Sequ
 # The lock ends with its process; the next one clears away what that left.
 
 LOCK, NEW, OLD = ".lock", "new", "old"
-#: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Room:
@@ -381,7 +606,7 @@ class Room:
         is_first = not (path / LOCK).exists()
         exclusive = os.O_EXCL if is_first else 0
         try:
-            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | exclusive, 0o600)
+            lock = disk.open_own(path / LOCK, os.O_RDWR | os.O_CREAT | exclusive, 0o600)
         except FileExistsError:
             raise busy(target, path) from None
         try:
@@ -389,7 +614,7 @@ class Room:
             # The lock of an export that ended just now is no longer there.
             is_mine = os.path.samestat(os.fstat(lock), os.stat(path / LOCK))
         except OSError as error:
-            os.close(lock)
+            disk.close_own(lock)
             if error.errno in NO_LOCKS:
                 what = (
                     f"{path} is of an export that is under way, or was killed: this file system has no locks"
@@ -399,7 +624,7 @@ class Room:
                 raise
             raise busy(target, path) from None
         if not is_mine:
-            os.close(lock)
+            disk.close_own(lock)
             raise busy(target, path)
         self._lock: Optional[int] = lock
         try:
@@ -437,7 +662,7 @@ class Room:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            disk.close_own(self._lock)
             self._lock = None
 
 

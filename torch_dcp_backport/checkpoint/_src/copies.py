@@ -59,7 +59,7 @@ def give(link: Link, folder: Path, block: int, meter: Meter) -> None:
                     meter.add(size)
 
 
-def take(link: Link, folder: Path, owner: int, run: str, block: int) -> None:
+def take(link: Link, folder: Path, owner: int, run: str, block: int, is_load: bool = False) -> None:
     """Receive a part, and publish it once all its bytes are those of its manifest.
 
     Args:
@@ -67,6 +67,7 @@ def take(link: Link, folder: Path, owner: int, run: str, block: int) -> None:
         owner: the rank that saved it, by its place in the group.
         run: the name of the run that saved it.
         block: as of `give`.
+        is_load: whether the part is brought for a load, which removes nothing that others left.
 
     Raises:
         Damaged: what came is not what was saved.
@@ -74,8 +75,8 @@ def take(link: Link, folder: Path, owner: int, run: str, block: int) -> None:
         BrokenLink: the other end gave up, or is gone.
     """
     with closing(link):
-        draft = store.StepDraft(folder)
-        with discarding(draft):
+        draft = store.StepDraft(folder, cleans=not is_load)
+        with discarding(draft), draft.explaining():
             content = receive(link, draft.folder, block)
             node_folder.check_name(draft.folder, content, owner, folder.name, run)
             store.publish(draft)
@@ -95,15 +96,16 @@ def receive(link: Link, folder: Path, block: int) -> Manifest:
         path, crc = folder / name, 0
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.step(f"create {path.name}")
-        with open(disk.create(path), "wb", buffering=0) as file:
+        with disk.created(path) as fd:
             # A full disk is known before the bytes have come.
-            disk.reserve(file.fileno(), entry.nbytes)
+            disk.reserve(fd, entry.nbytes)
+            done = 0
             for size in sizes(entry, block):
                 link.receive(buffer[:size])
                 view = memory_of(buffer[:size])
                 crc = zlib.crc32(view, crc)
-                while view.nbytes:
-                    view = view[file.write(view) :]
+                disk.write_all(fd, view, done)
+                done += size
         if crc != entry.crc32:
             raise BadManifest(f"{name} came with CRC32 {crc:08x}, and had {entry.crc32:08x}")
     disk.write(folder / manifest.NAME, bytes(data))

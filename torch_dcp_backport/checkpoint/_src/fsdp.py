@@ -242,13 +242,15 @@ class FSDPCheckpointManager(ShardedManager):
         trust_remote_code: bool = False,
         like: Optional[Folder] = None,
         trust: bool = False,
+        save_timeout: Optional[float] = None,
         process_group: Group = None,
     ) -> None:
         """Remember the parts.
 
         Args:
-            model, optimizer, lr_scheduler, processing_class, checkpoint_config, trust, process_group: as of
+            model, optimizer, lr_scheduler, processing_class, checkpoint_config: as of
                 `BaseCheckpointManager`.
+            trust, save_timeout, process_group: as of `BaseCheckpointManager`.
             tokenizer: verl's former name of `processing_class`.
             trust_remote_code: of verl's; no code of a model is loaded here.
             like: the model's own folder: its generation configuration, code, and what `processing_class` does
@@ -266,6 +268,7 @@ class FSDPCheckpointManager(ShardedManager):
             processing_class,
             checkpoint_config,
             trust=trust,
+            save_timeout=save_timeout,
             process_group=process_group,
         )
         self.origin = beside.folder_of(like, getattr(self.unwrapped, "config", None))

@@ -11,12 +11,11 @@ import functools
 import json
 import logging
 import os
-import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar
 
 from torch import nn
 
@@ -47,12 +46,15 @@ from torch_dcp_backport.checkpoint._src.store import Shelf
 from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE, SaveArguments, writing_in
 from torch_dcp_backport.checkpoint._src.uploads import Brought, Uploads
 from torch_dcp_backport.checkpoint._src.watching import Mark, Watch
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, values
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, checked_seconds, values
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.transfer import Group, Topic, at_first
+from torch_dcp_backport.transfer import Group, Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
+T = TypeVar("T")
+
+ON_FAILURE = ("raise", "warn")
 MODES = ("disable", "auto", "resume_path")
 CANNOT_RESUME = "cannot resume"
 LORA = "lora_train_meta.json"
@@ -118,6 +120,8 @@ class CheckpointHandler:
         verify: bool = True,
         trust: bool = False,
         on_upload: str = "raise",
+        on_failure: str = "raise",
+        save_timeout: Optional[float] = None,
         state: Optional[Mapping[str, Any]] = None,
         process_group: Group = None,
     ) -> None:
@@ -155,7 +159,13 @@ class CheckpointHandler:
             trust: take states of data loaders with objects of any class, which runs code in the file; else
                 the save refuses them. For the rest see the manager's.
             on_upload: the outcome of a failed upload at the next save or `finish`: "raise", an error on every
-                rank, or "warn".
+                rank, or "warn", as with `on_failure="warn"`.
+            on_failure: the outcome of a save that fails: "raise", an error on every rank; or "warn", an error
+                in the log of every rank, None in the place of the step's folder, and one more in
+                `failed_saves`. The same on every rank, which the first save or load compares.
+            save_timeout: the most seconds that `finish`, the next save or a load waits for this rank's files
+                of a save in the background, for uploads and for removals; then it fails, and what hangs is
+                abandoned. Less than the timeout of the process group. None waits without end.
             state: further objects by name, such as an average of weights or a gradient scaler, each with
                 `state_dict()` and `load_state_dict()`: saved in every step, and loaded from it. A step
                 without one of them is an error; what only the step has is named in the log.
@@ -168,6 +178,8 @@ class CheckpointHandler:
             raise ValueError(f"resume_mode={resume_mode!r}: expected one of {', '.join(MODES)}")
         if resume_mode == "resume_path" and resume_from_path is None:
             raise ValueError("resume_mode='resume_path' needs resume_from_path")
+        if on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure={on_failure!r}: expected {' or '.join(ON_FAILURE)}")
         if on_data not in ("error", "restart"):
             raise ValueError(f"on_data={on_data!r}: expected error or restart")
         if at_epoch_end not in ("next", "rest"):
@@ -226,8 +238,16 @@ class CheckpointHandler:
         if self._remote is not None and remote.is_within(self._remote, self.default_local_dir):
             raise ValueError(f"default_hdfs_dir={default_hdfs_dir}: it is where steps are saved")
         self._uploads = Uploads(verify, on_upload)
+        if on_failure == "warn":
+            self._uploads.on_upload = "warn"
         self._retention = Retention()
-        self._saves = Saves(process_group)
+        self.on_failure = on_failure
+        self.save_timeout = checked_seconds("save_timeout", save_timeout)
+        #: Whether all ranks are known to have the same settings.
+        self._is_compared = False
+        #: The number of saves that failed, with `on_failure="warn"`; the same on every rank.
+        self.failed_saves = 0
+        self._saves = Saves(process_group, save_timeout)
         self._listed = Shelf(self.default_local_dir)
         self.save_policy = save_policy
         #: Whether a rank got a signal before the last `save_if_due`; the same on every rank.
@@ -240,13 +260,15 @@ class CheckpointHandler:
         self._loader_state: Optional[bytes] = None
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
+        #: The step that was loaded last.
+        self._believed: Optional[Path] = None
 
     @property
     def preservation(self) -> Optional[PreservationPolicy]:
         """The policy of today; None keeps all steps."""
         return keeping(self.max_ckpt_to_keep) if self.preserve is None else self.preserve
 
-    def save_checkpoint(self, step: int, *, metric: Optional[float] = None) -> Path:
+    def save_checkpoint(self, step: int, *, metric: Optional[float] = None) -> Optional[Path]:
         """Save a step; with a manager's `async_save`, begin to. Collective.
 
         Args:
@@ -256,15 +278,49 @@ class CheckpointHandler:
 
         Returns:
             The step's folder, which is complete. With `async_save` it is complete only after `finish`, with
-            which the next save begins.
+            which the next save begins. None only with `on_failure="warn"`, where the save failed.
 
         Raises:
             CheckpointingException: the same on every rank; the steps saved before are as they were. With
                 `async_save` also the failure of the save before; this save was not begun then.
         """
-        path = self._save(step, metric)
+        path: Optional[Path] = None
+        try:
+            path = self._save(step, metric)
+        except CheckpointingException as error:
+            self._tolerate(error)
         self._saved_at = time.monotonic()
         return path
+
+    def _tolerate(self, error: CheckpointingException) -> None:
+        """Log and count the failure of a save, if that is what all ranks have chosen.
+
+        Raises:
+            CheckpointingException: the error.
+        """
+        # Ranks that differ in on_failure would differ in the outcome.
+        if self.on_failure == "raise" or not error.is_agreed or not self._is_compared:
+            raise error
+        self.failed_saves += 1
+        logger.error("the training goes on without it: %s", error)
+
+    def _finish_last(self, publish: Callable[[], T]) -> Optional[T]:
+        """Publish the save before; return None where it failed, and is not to be raised."""
+        try:
+            return publish()
+        except CheckpointingException as error:
+            self.last_saved = None
+            self._tolerate(error)
+        return None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The options that must be the same on every rank of any save and load."""
+        return {
+            "default_hdfs_dir": str(None if self._remote is None else self._remote.url),
+            "on_failure": self.on_failure,
+            "save_timeout": str(self.save_timeout),
+        }
 
     def save_if_due(self, step: int, *, metric: Optional[float] = None) -> Optional[Path]:
         """Save a complete step, if `save_policy` says so on any rank. Collective: call it after every step.
@@ -346,11 +402,8 @@ class CheckpointHandler:
         Raises:
             CheckpointingException: it failed, so that its step does not count as saved; on every rank.
         """
-        try:
-            return self._saves.finish(blocking)
-        except CheckpointingException:
-            self.last_saved = None
-            raise
+        is_published = self._finish_last(lambda: self._saves.finish(blocking))
+        return True if is_published is None else is_published
 
     def _save(self, step: int, metric: Any, *, is_last: bool = False) -> Path:
         """Save a step; with `is_last`, whatever became of uploads before."""
@@ -367,17 +420,24 @@ class CheckpointHandler:
 
         def retire(final: Path) -> None:
             self._distrusted.discard(final)
+            if self._believed is not None:
+                retention.believe(self._believed)
+                self._believed = None
             # The policy of today: the program may have another one than when a save in the background began.
             self._retention.retire(self.shelf, self.preservation, self._distrusted, self.trash_dir)
 
         common = {
-            "default_hdfs_dir": str(self.default_hdfs_dir),
+            **self.settings,
             "metric": spelled_metric(metric),
             "max_ckpt_to_keep": str(self.max_ckpt_to_keep),
             "preserve": spelled_policy(self),
             "trash_dir": str(self.trash_dir),
         }
-        self._saves.wait_for_last()
+        self._finish_last(self._saves.wait_for_last)
+        if not self._is_compared:
+            with begin(CANNOT_SAVE, "save", self.process_group) as call:
+                meet(call, Topic("comparing options", "nothing was written"), common=self.settings)
+            self._is_compared = True
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             with call.guard() as wanted:
                 try:
@@ -415,9 +475,10 @@ class CheckpointHandler:
         is_published = self.publish_last(blocking)
         if self._remote is not None:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
-                is_published = uploads.settle(call, self._uploads, blocking) and is_published
+                is_settled = uploads.settle(call, self._uploads, blocking, self.save_timeout)
+                is_published = is_settled and is_published
         if blocking:
-            self._retention.settle(self.process_group)
+            self._retention.settle(self.process_group, self.save_timeout)
         return is_published
 
     def upload(self, folder: Path) -> None:
@@ -474,7 +535,7 @@ class CheckpointHandler:
             CheckpointingException: there are steps and none of them could be loaded, or `resume_from_path`
                 could not; the same on every rank.
         """
-        self._saves.wait()
+        self._finish_last(self._saves.wait)
         self.last_saved = None
         if isinstance(self.engine, BaseCheckpointManager):
             # A failed save of the engine itself is no fault of any step.
@@ -494,18 +555,25 @@ class CheckpointHandler:
                     if self.resume_mode == "resume_path":
                         raise
                     failures[path] = f"{path}: {error}"
+                    if is_hidden(path):
+                        # Its writer may have been about to replace it, and be done by now.
+                        break
                     self._distrusted.add(Path(path).absolute())
                     continue
                 if is_first:
                     log_skipped([*steps.faults, *absent, *failures.values()], step, steps.tracked)
                     if steps.others:
                         logger.warning("passed over, as this package did not save it: %s", some(steps.others))
-                    retention.believe(Path(path))
+                    if is_hidden(path):
+                        text = "%s is read where it is: a save that replaces %s was killed, or is under way"
+                        logger.warning(text, path, store.name_given(Path(path)))
                     for other, text in failures.items():
                         retention.distrust(Path(other), text)
                     is_step = Path(path).parent == self.default_local_dir and not os.path.islink(path)
+                    is_step = is_step and not is_hidden(path)
                     if is_step and not self.is_uploaded(Path(path)):
                         self.upload(Path(path))
+                self._believed = Path(path)
                 return step
             # Another process may have published since, and its retention may have removed these steps.
             if not left:
@@ -534,7 +602,7 @@ class CheckpointHandler:
                 "resume_mode": self.resume_mode,
                 "resume_from_path": str(self.resume_from_path),
                 "verify": str(self.verify),
-                "default_hdfs_dir": str(self.default_hdfs_dir),
+                **self.settings,
             }
             with at_first(call, Topic("looking for steps"), common=common) as meeting:
                 if meeting.decides:
@@ -572,17 +640,14 @@ class CheckpointHandler:
             self.read(path)
 
     def find_steps(self) -> RootSteps:
-        """Find the steps to try, and remove what dead writers left. Runs on the first rank."""
+        """Find the steps to try; change nothing. Runs on the first rank."""
         root = self.default_local_dir
-        # Folders that the thread of retention has yet to remove are not left behind.
-        self._retention.finish(retention.PATIENCE)
-        store.clean(root)
         if self.resume_mode == "disable":
             return RootSteps([], [], None)
         if self.resume_mode == "resume_path":
-            path = Path(str(self.resume_from_path))
-            store.clean(path.parent, re.compile(re.escape(path.name)))
-            step = store.examined(path, extract_step(path))
+            given = Path(str(self.resume_from_path))
+            path = store.located(given)
+            step = store.examined(path, extract_step(given))
             is_ours = not (step.foreign == manifest.NotOurs.kind and verl.saved_world(path))
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
@@ -690,6 +755,11 @@ def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> N
         logger.error("%s; going on from step %d", failure, step)
     if tracked is not None and tracked != step:
         logger.warning("going on from step %d; %s says %d", step, store.TRACKER, tracked)
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a path is that of a step which lost its name to a save that was to replace it."""
+    return store.name_given(Path(path)) != Path(path)
 
 
 def some(texts: Sequence[str]) -> str:

@@ -58,7 +58,8 @@ def find_latest_ckpt_path(
         verify: read every file of a step, and compare its checksum; else files are compared by size alone.
 
     Returns:
-        The path of the step's folder.
+        The path of the step's folder. If a save that was to replace it was killed, it has another name for
+        now, by which a manager's `load_checkpoint` finds it.
 
     Raises:
         ValueError: another `directory_format`.
@@ -86,7 +87,7 @@ def find_latest_ckpt_path(
         if not fault:
             for text in skipped:
                 logger.error("%s; going on from step %d", text, step.step)
-            return str(step.path)
+            return str(store.name_given(step.path))
         skipped.append(f"{step.path}: {fault}")
     made = [made_of(step.path, step.step, tracked, verify) for step in steps]
     made = [entry for entry in made if entry.parts or "." in entry.unlisted]
@@ -108,7 +109,7 @@ def find_latest_ckpt_path(
     chosen = next((entry for entry in good if entry.step == tracked), good[0])
     if chosen.step != tracked:
         logger.warning("going on from step %d; %s says %s", chosen.step, store.TRACKER, tracked)
-    return str(chosen.path)
+    return str(store.name_given(chosen.path))
 
 
 def made_of(folder: Path, step: int, tracked: Optional[int], verify: bool) -> Made:
@@ -142,7 +143,7 @@ def holds_foreign(part: Path) -> bool:
 
 
 def parts_in(folder: Path) -> dict[str, Path]:
-    """Return the folders in a step by name; hidden folders by the name that a load gives back to them.
+    """Return the folders in a step by name; hidden folders by the name that a load knows them by.
 
     Raises:
         OSError: the step cannot be listed.

@@ -35,6 +35,7 @@ from torch_dcp_backport.dist_checkpointing import (
     SaveOptions,
     ShardedObject,
     begin,
+    checked_seconds,
     load_common_state_dict,
     resolved,
 )
@@ -89,6 +90,7 @@ class BaseCheckpointManager:
         checkpoint_config: Any = None,
         *,
         trust: bool = False,
+        save_timeout: Optional[float] = None,
         process_group: Group = None,
     ) -> None:
         """Remember the parts. Not collective.
@@ -106,6 +108,8 @@ class BaseCheckpointManager:
                 another name is refused; verl's that change nothing here are named in the log.
             trust: save and load objects of any class in the state of the scheduler and in options of the
                 optimizer, which runs code in the file; else the save refuses them.
+            save_timeout: the most seconds that a call waits for this rank's files of a save in the
+                background, for uploads and for removals, as of `CheckpointHandler`; a handler has its own.
             process_group: the ranks that save and load together; None is the default group.
 
         Raises:
@@ -138,7 +142,8 @@ class BaseCheckpointManager:
         self.trust = trust
         self.is_async = checked_flag("async_save", setting(settings, "async_save") or False)
         self.previous_global_step: Optional[int] = None
-        self._saves = Saves(process_group)
+        self.save_timeout = checked_seconds("save_timeout", save_timeout)
+        self._saves = Saves(process_group, save_timeout)
         self._uploads = Uploads()
         self._retention = Retention()
         self._shelves: dict[tuple[Path, Path], Shelf] = {}
@@ -182,19 +187,28 @@ class BaseCheckpointManager:
             self.write(Path(local_path), global_step)
             self.previous_global_step = global_step
             return
-        step = global_step or step_in(local_path)
+        step, url = global_step or step_in(local_path), ""
         self._saves.wait_for_last()
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             with call.guard() as wanted:
                 self._uploads.raise_failed()
-                if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
-                    raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
+                if hdfs_path is not None:
+                    place = remote.place_of(hdfs_path)
+                    if remote.is_within(place, Path(local_path)):
+                        raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
+                    url = place.url
                 # The working directory may change before the rest is written.
-                final, common = Path(local_path).absolute(), {"hdfs_path": str(hdfs_path)}
+                final, common = (
+                    Path(local_path).absolute(),
+                    {
+                        "hdfs_path": str(hdfs_path),
+                        "save_timeout": str(self.save_timeout),
+                    },
+                )
                 wanted.set(SaveArguments(final, checked_step(step), self._shelf_of(final), common))
             with together.draft_of(call, wanted) as begun:
                 self.write(begun.writing.draft, step)
-        upload = [] if hdfs_path is None else [functools.partial(self._uploads.add, url=hdfs_path)]
+        upload = [] if not url else [functools.partial(self._uploads.add, url=url)]
 
         def retire(final: Path) -> None:
             # By position: a subclass may have another name for the number.
@@ -220,9 +234,10 @@ class BaseCheckpointManager:
         is_published = self._saves.finish(blocking)
         if self._is_uploading:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
-                is_published = uploads.settle(call, self._uploads, blocking) and is_published
+                is_settled = uploads.settle(call, self._uploads, blocking, self.save_timeout)
+                is_published = is_settled and is_published
         if blocking:
-            self._retention.settle(self.process_group)
+            self._retention.settle(self.process_group, self.save_timeout)
         return is_published
 
     def load_checkpoint(
@@ -267,8 +282,7 @@ class BaseCheckpointManager:
                     raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
                 self.partial = self.checked_partial(local_path, exclude, rename)
                 folder.set(None if local_path is None else Path(local_path))
-            together.put_back(call, folder, common)
-            path: Optional[Path] = folder.value
+            path = together.located(call, folder, common, is_brought=hdfs_path is not None)
             if path is not None and hdfs_path is not None:
                 bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
                 brought = together.waited_for(call, Topic("bringing it from the store"), bring)

@@ -104,6 +104,7 @@ class MegatronCheckpointManager(ShardedManager):
         rng_tracker: Any = None,
         like: Any = None,
         trust: bool = False,
+        save_timeout: Optional[float] = None,
         process_group: Group = None,
     ) -> None:
         """Remember the parts. Not collective.
@@ -127,7 +128,7 @@ class MegatronCheckpointManager(ShardedManager):
                 program has it loaded and initialised; else every rank is a replica.
             rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
             like: the model's own folder; as of `FSDPCheckpointManager`.
-            trust, process_group: as of `BaseCheckpointManager`.
+            trust, save_timeout, process_group: as of `BaseCheckpointManager`.
 
         Raises:
             ValueError: an unknown content; "hf_model" without `hf_config`.
@@ -143,6 +144,7 @@ class MegatronCheckpointManager(ShardedManager):
             processing_class,
             checkpoint_config,
             trust=trust,
+            save_timeout=save_timeout,
             process_group=process_group,
         )
         if asked:

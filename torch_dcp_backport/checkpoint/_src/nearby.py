@@ -203,6 +203,8 @@ class NearbyCheckpoints:
         self._nodes: Mapping[str, Sequence[int]] = {}
         #: Whether all ranks have the same options.
         self._is_configured = False
+        #: Whether a save has removed what killed processes left.
+        self._is_cleaned = False
         #: Connections to other ranks, kept from call to call.
         self._links: dict[tuple[int, int], Link] = {}
         #: The last save, while its copies are not whole.
@@ -325,7 +327,6 @@ class NearbyCheckpoints:
         with call.guard(str(self.folder)):
             if is_leader:
                 self._here.sign(name, token)
-                self._here.clean()
         tokens = meet(call, Topic("signing the folders"), (name, token) if is_leader else None)
         leader = call.ranks[nodes[name][0]]
         others = {said[1]: said[0] for said in tokens.values() if said is not None and said[0] != name}
@@ -361,6 +362,10 @@ class NearbyCheckpoints:
         common = call.attempt(lambda known: {"step": str(known[0]), **self._settings()}, asked)
         leading = self._here if self._is_leader(call) else None
         # The other ranks of a node write once they have heard of the beginning.
+        if leading is not None and not self._is_cleaned:
+            with call.guard(str(self.folder)):
+                leading.clean()
+                self._is_cleaned = True
         self._give_up(leading)
         order = call.attempt(lambda: 1 if leading is None else leading.contents().next_order)
         numbers = call.attempt(lambda known, next_order: (known[1], next_order), asked, order)
@@ -429,7 +434,7 @@ class NearbyCheckpoints:
     ) -> tuple[store.StepDraft, set[str]]:
         """Write this rank's part into a draft; return it, and the files that are on disk."""
         draft = store.StepDraft(place)
-        with discarding(draft):
+        with discarding(draft), draft.explaining():
             writing = Writing(draft.folder, "")
             # First: it proves whose the draft is, if this process is killed.
             writing.write(
@@ -477,12 +482,19 @@ class NearbyCheckpoints:
     # --- copies ---
 
     def _copy(
-        self, call: Call, wanted: Sequence[Copied], save: str, name: str, block: int
+        self,
+        call: Call,
+        wanted: Sequence[Copied],
+        save: str,
+        name: str,
+        block: int,
+        is_load: bool = False,
     ) -> dict[Copied, Exception]:
         """Make this rank's copies, all at the same time; return the errors.
 
         Args:
             name: of the connections that are not open yet; the same on every rank.
+            is_load: as of `copies.take`.
         """
         own, failed = position(call), dict[Copied, Exception]()
         # One after the other: a rank that waits for one end in the store could not offer another meanwhile.
@@ -499,7 +511,7 @@ class NearbyCheckpoints:
                 if copy.source == own:
                     copies.give(link, place, block, Meter("copy", settings.progress()))
                 else:
-                    copies.take(link, place, copy.owner, self.run, block)
+                    copies.take(link, place, copy.owner, self.run, block, is_load)
             except Exception as error:
                 failed[copy] = error
 
@@ -589,7 +601,8 @@ class NearbyCheckpoints:
             if meeting.decides:
                 meeting.answer((secrets.token_hex(4), min(meeting.heard.values())))
         name, least = meeting.result
-        for copy, error in self._copy(call, wanted, choice.save, name, block_of(least, wanted)).items():
+        block = block_of(least, wanted)
+        for copy, error in self._copy(call, wanted, choice.save, name, block, is_load=True).items():
             if isinstance(error, BrokenLink):
                 # The other end knows why, unless it is gone.
                 broken.append(str(error))

@@ -104,7 +104,9 @@ def place_of(url: str) -> RemoteFolder:
         filesystem, path = core.url_to_fs(str(url), use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url} cannot be reached: {error}") from error
-    return RemoteFolder(filesystem, path, str(url))
+    # A path may be relative, and the working directory another when the next folder is uploaded.
+    is_local = "file" in protocols_of(filesystem) and not os.path.isabs(str(url).partition("://")[2] or url)
+    return RemoteFolder(filesystem, path, path if is_local else str(url))
 
 
 def protocols_of(store: Any) -> tuple[str, ...]:
@@ -311,8 +313,8 @@ def download(place: RemoteFolder, final: Path) -> Manifest:
         raise Failed(
             f"{final} is of step {here.step}, and {place.url} of step {content.step}: move the folder away"
         )
-    draft = store.StepDraft(final)
-    with discarding(draft):
+    draft = store.StepDraft(final, cleans=False)
+    with discarding(draft), draft.explaining():
         meter = meter_of("download", content)
         for name, entry in content.files.items():
             disk.step(f"download {name}")

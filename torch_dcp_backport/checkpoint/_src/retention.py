@@ -19,7 +19,7 @@ from torch_dcp_backport.checkpoint._src import manifest, store, together
 from torch_dcp_backport.checkpoint._src.policies import PreservationPolicy
 from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import NOT_LOADED, ListedStep, Shelf
-from torch_dcp_backport.dist_checkpointing import begin
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Group, Topic, at_first
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: Seconds that a save waits for the removals of the save before.
 PATIENCE = 10.0
+CANNOT_REMOVE = "cannot remove steps that are not kept"
 KEEP, LEAVE, REMOVE = "keep", "left alone", "remove"
 
 
@@ -117,6 +118,8 @@ class Retention:
         self._told: set[Path] = set()
         #: Hidden folders that could not be removed, and the paths that they had.
         self._left: list[tuple[Path, Path]] = []
+        #: The hidden folder that is being removed.
+        self._doing: Optional[Path] = None
 
     def retire(
         self,
@@ -163,6 +166,7 @@ class Retention:
 
     def _remove(self, hidden: Path, final: Path, root: Path, is_told: bool = False) -> str:
         """Remove a hidden folder, and its step's folder if that is empty; log once why it could not be."""
+        self._doing = hidden
         failure = removed(hidden, final)
         store.remove_empty_parents(final, root)
         if failure:
@@ -192,14 +196,28 @@ class Retention:
         """Wait until all hidden steps are removed, for so many seconds at most; return whether all are."""
         return self._background.wait(seconds)
 
-    def settle(self, group: Group) -> None:
-        """Wait until all is removed. Collective: ranks with nothing to remove must not time out meanwhile."""
-        with begin(together.CANNOT_SAVE, "save", group) as call:
+    def settle(self, group: Group, timeout: Optional[float] = None) -> None:
+        """Wait until all is removed. Collective: ranks with nothing to remove must not time out meanwhile.
+
+        Args:
+            timeout: the most seconds of the wait; None waits without end.
+
+        Raises:
+            CheckpointingException: steps are not removed by then; the same on every rank.
+        """
+        waiting = together.Waiting(timeout)
+        with begin(CANNOT_REMOVE, "save", group) as call:
             is_settled = False
             while not is_settled:
-                with at_first(call, Topic("removing steps")) as meeting:
+                with at_first(call, Topic("removing steps", "all steps are saved")) as meeting:
                     if meeting.decides:
-                        meeting.answer(self.finish(together.PATIENCE))
+                        is_removed = self.finish(waiting.seconds())
+                        if not is_removed and waiting.is_over:
+                            dropped = self._background.give_up()
+                            text = f"not removed within {timeout:g} s: {self._doing}"
+                            more = f", and {dropped} more" if dropped else ""
+                            raise CheckpointingException(f"{text}{more}; the next start's first save goes on")
+                        meeting.answer(is_removed)
                 is_settled = meeting.result
 
 

@@ -6,16 +6,18 @@ Collective. Must never lose a save silently.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
 from torch_dcp_backport.checkpoint._src import together
 from torch_dcp_backport.checkpoint._src.together import Begun
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, Worker
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -42,27 +44,40 @@ class Background:
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._failures: list[str] = []
-        self._is_running = False
+        #: The thread that works; None where no job is left. One that was given up is not here.
+        self._worker: Optional[Worker] = None
 
     def add(self, job: Job) -> bool:
         """Queue a job behind those added before; return whether it has to wait."""
         with self._lock:
             self._waiting.append(job)
-            if self._is_running:
+            if self._worker is not None:
                 return True
-            self._is_running = True
+            worker = Worker(lambda: self._work(worker), self.name)
+            self._worker = worker
         try:
-            # Not a daemon: the process waits for it before it ends.
-            threading.Thread(target=self._work, name=self.name).start()
+            # The process waits for it before it ends.
+            worker.start()
         except RuntimeError:
             # No thread can be started: the caller does the work.
-            self._work()
+            self._work(worker)
         return False
 
     def wait(self, seconds: Optional[float] = None) -> bool:
         """Wait until no job is left, for so many seconds at most; return whether none is left."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._is_running, seconds)
+            return self._lock.wait_for(lambda: self._worker is None, seconds)
+
+    def give_up(self) -> int:
+        """Wait no longer for the job under way, and drop those behind it; return the number of those."""
+        with self._lock:
+            dropped = len(self._waiting)
+            self._waiting.clear()
+            worker, self._worker = self._worker, None
+            self._lock.notify_all()
+        if worker is not None:
+            worker.give_up()
+        return dropped
 
     def failures(self) -> list[str]:
         """Return why jobs failed since the last call."""
@@ -70,11 +85,13 @@ class Background:
             failures, self._failures = self._failures, []
         return failures
 
-    def _work(self) -> None:
+    def _work(self, worker: Worker) -> None:
         while True:
             with self._lock:
+                if self._worker is not worker:
+                    return
                 if not self._waiting:
-                    self._is_running = False
+                    self._worker = None
                     self._lock.notify_all()
                     return
                 job = self._waiting.popleft()
@@ -85,8 +102,9 @@ class Background:
                 # never return.
                 logger.exception("%s failed", self.name)
                 failure = f"{type(error).__name__}: {error}"
-            if failure:
-                with self._lock:
+            with self._lock:
+                # Of a job that was given up the caller has heard.
+                if failure and self._worker is worker:
                     self._failures.append(failure)
 
 
@@ -99,9 +117,10 @@ SHORT = 1.0
 class Saves:
     """The saves of a manager or handler, of which at most one is under way."""
 
-    def __init__(self, process_group: Group = None) -> None:
+    def __init__(self, process_group: Group = None, timeout: Optional[float] = None) -> None:
+        """`timeout`: the most seconds of a wait for this rank's files; None waits without end."""
         self.process_group = process_group
-        self._queue = AsyncCallsQueue(process_group=process_group)
+        self._queue = AsyncCallsQueue(process_group=process_group, timeout=timeout)
         self._final: Optional[Path] = None
 
     def wait_for_last(self) -> None:
@@ -133,7 +152,13 @@ class Saves:
         self._final = begun.asked.final
         _unfinished.add(self)
         self._queue.schedule_async_request(
-            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, then)])
+            AsyncRequest(
+                write_all,
+                (begun,),
+                [lambda: self._publish(begun, then)],
+                abandon_fns=(lambda: abandon(begun),),
+                stop_fn=lambda: stop(begun),
+            )
         )
 
     def finish(self, blocking: bool = True) -> bool:
@@ -144,10 +169,11 @@ class Saves:
         Raises:
             CheckpointingException: the save failed; the same on every rank. It is not tried again.
         """
-        if blocking:
-            self._queue.close()
-        else:
-            self._queue.maybe_finalize_async_calls()
+        with self._forgetting():
+            if blocking:
+                self._queue.close()
+            else:
+                self._queue.maybe_finalize_async_calls()
         return not self._queue.get_num_unfinalized_calls()
 
     def wait(self) -> None:
@@ -156,11 +182,24 @@ class Saves:
         Raises:
             CheckpointingException: as of `finish`.
         """
-        self._queue.maybe_finalize_async_calls(blocking=True)
+        with self._forgetting():
+            self._queue.maybe_finalize_async_calls(blocking=True)
 
-    def _publish(self, begun: Begun, then: Sequence[Callable[[Path], None]]) -> None:
+    @contextlib.contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Forget a save that fails: the caller hears of it."""
+        try:
+            yield
+        except CheckpointingException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
         self._final = None
         _unfinished.discard(self)
+
+    def _publish(self, begun: Begun, then: Sequence[Callable[[Path], None]]) -> None:
+        self._forget()
         together.finish_folder(begun, then, self.process_group)
 
     def warn(self) -> None:
@@ -176,6 +215,22 @@ def write_all(begun: Begun) -> None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
         except BaseException as error:
             begun.writing.failures.append(as_exception(error))
+
+
+def stop(begun: Begun) -> str:
+    """Wait no longer for the parts of a folder; return which are not written, and what is left behind."""
+    parts = [request.stop_fn() for request in begun.writing.requests if request.stop_fn is not None]
+    texts = "; ".join(part for part in parts if part) or "its parts"
+    return f"{texts}; {begun.writing.outlook}; what is left is {begun.writing.draft}"
+
+
+def abandon(begun: Begun) -> None:
+    """Remove what a save has left that will never be published."""
+    for request in begun.writing.requests:
+        for abandon_fn in request.abandon_fns:
+            abandon_fn()
+    if begun.draft is not None:
+        begun.draft.discard()
 
 
 #: Held here, as their managers may be gone before.

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
@@ -26,11 +26,11 @@ from typing import NamedTuple, Optional, Union
 from torch_dcp_backport.checkpoint._src import manifest
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.publish import drafts as drafts_
 from torch_dcp_backport.publish.drafts import (
     HIDDEN,
     OWNER,
     Hidden,
+    Mark,
     as_kind,
     discarding,
     hidden_name,
@@ -114,7 +114,7 @@ class Stamp(NamedTuple):
     ctime_ns: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shelf:
     """The places of a run's folders: root/global_step_N, or a path below it."""
 
@@ -122,19 +122,43 @@ class Shelf:
     below: Path = Path()
     #: Name in the root -> the folder as it was listed: a run of 10,000 steps reads each manifest once.
     known: dict[str, tuple[Stamp, ListedStep]] = field(default_factory=dict, compare=False, repr=False)
+    #: Whether a save of this process has removed what others left.
+    is_cleaned: bool = field(default=False, compare=False, repr=False)
 
     def steps(self) -> list[Step]:
         """Return every folder, newest first, with its faults: looks at every file of every step."""
-        steps = [examined(entry.path, entry.step) for entry in self.listed()]
+        steps = [examined(entry.path, entry.step) for entry in self.readable()]
         return sorted(steps, key=lambda step: step.age, reverse=True)
 
     def listed(self) -> list[ListedStep]:
         """Return every folder, newest first; reads the manifests that are not those of the last call."""
+        return self._listed(self._inodes())
+
+    def readable(self) -> list[ListedStep]:
+        """Return every folder, newest first, and those that a save has hidden and nothing has replaced yet.
+
+        The save was killed between two renames, or is between them now. Only a save or a clean-up gives
+        such a step its name back; readers find it under the hidden one.
+        """
+        inodes = self._inodes()
+        entries = [*self._listed(inodes), *self._lost(inodes)]
+        return sorted(entries, key=lambda entry: (entry.order, entry.step), reverse=True)
+
+    def _inodes(self) -> dict[str, int]:
         try:
             with os.scandir(self.root) as entries:
-                inodes = {entry.name: entry.inode() for entry in entries}
+                return {entry.name: entry.inode() for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
-            inodes = {}
+            return {}
+
+    def _lost(self, names: Collection[str]) -> Iterator[ListedStep]:
+        for name in names if not self.below.name else ():
+            match = HIDDEN.fullmatch(name) if name.startswith(".") else None
+            step = step_named(match["name"]) if match is not None and match["kind"] == "was" else None
+            if step is not None and name_of(step) not in names and os.path.isdir(self.root / name):
+                yield listed_of(self.root / name, step)
+
+    def _listed(self, inodes: Mapping[str, int]) -> list[ListedStep]:
         listed: list[ListedStep] = []
         known: dict[str, tuple[Stamp, ListedStep]] = {}
         for name, inode in inodes.items():
@@ -163,7 +187,7 @@ class Shelf:
         Raises:
             ValueError: a step has the last order that there is.
         """
-        newest = next(iter(self.listed()), None)
+        newest = next(iter(self.readable()), None)
         order = 1 if newest is None else newest.order + 1
         if newest is not None and order >= manifest.LARGEST:
             raise ValueError(
@@ -174,7 +198,13 @@ class Shelf:
 
     def newest_complete(self) -> Optional[ListedStep]:
         """Return the newest step that nothing speaks against, as far as sizes tell."""
-        return next((entry for entry in self.listed() if not examined(entry.path, entry.step).fault), None)
+        return next((entry for entry in self.readable() if not examined(entry.path, entry.step).fault), None)
+
+    def clean_once(self) -> None:
+        """Remove what others left, before the first save of this process."""
+        if not self.is_cleaned:
+            self.is_cleaned = True
+            self.clean()
 
     def clean(self) -> list[str]:
         """Remove what dead writers and removals left, in the folders of all steps; as `clean`."""
@@ -201,6 +231,45 @@ def step_named(name: str) -> Optional[int]:
     """Return the step whose folder has a name; None for any other name, such as a copy's, global_step_003."""
     match = STEP.fullmatch(name)
     return int(match[1]) if match is not None and name == name_of(int(match[1])) else None
+
+
+def located(path: Path) -> Path:
+    """Return where the folder of a path is: there, or under the hidden name that a killed save left it with.
+
+    A load reads it where it is: only the next save or `prune` gives it its name back.
+    """
+    if os.path.lexists(path):
+        return path
+    shelf = shelf_of(path)
+    if shelf is not None and shelf.below.name:
+        step = path.parents[len(shelf.below.parts) - 1]
+        path = (_lost(step) or step) / shelf.below
+    return path if os.path.lexists(path) else _lost(path) or path
+
+
+def _lost(path: Path) -> Optional[Path]:
+    """Return the folder that had a name before a save hid it to replace it; None where the name is taken."""
+    if os.path.lexists(path):
+        return None
+    hidden = []
+    with contextlib.suppress(OSError):
+        for other in paths_in(path.parent):
+            match = HIDDEN.fullmatch(other.name)
+            if match and match["name"] == path.name and match["kind"] == "was":
+                hidden.append(other)
+    return max(hidden, key=_order_in, default=None)
+
+
+def _order_in(folder: Path) -> int:
+    with contextlib.suppress(BadManifest):
+        return manifest.read(folder).order
+    return 0
+
+
+def name_given(path: Path) -> Path:
+    """Return the name that a hidden folder had; that of any other path is its own."""
+    match = HIDDEN.fullmatch(path.name)
+    return path if match is None else path.with_name(match["name"])
 
 
 def is_step_or_root(path: Path, root: Path) -> bool:
@@ -262,6 +331,14 @@ def examined(path: Path, step: int) -> Step:
     return Step(step, path, content, "; ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""), foreign)
 
 
+def fault_by_sizes(folder: Path) -> str:
+    """Return why a folder is not what its manifest lists, as far as sizes tell; "" where it is."""
+    try:
+        return next(manifest.faults(folder, manifest.read(folder)), "")
+    except BadManifest as error:
+        return str(error)
+
+
 def fault_by_checksums(step: Step, read: Callable[[int], None] = lambda nbytes: None) -> str:
     """Return the files of a step that hold other bytes than when they were saved; reads all of them.
 
@@ -317,14 +394,20 @@ def is_replaced(before: Optional[Identity], now: Optional[Identity]) -> bool:
 class StepDraft(Hidden):
     """The draft of a step folder that this process writes."""
 
-    def __init__(self, final: Path) -> None:
-        """Make the draft; drafts of dead writers are removed before.
+    def __init__(self, final: Path, cleans: bool = True) -> None:
+        """Make the draft.
+
+        Args:
+            final: the name that it gets.
+            cleans: remove the drafts of dead writers before: a save does, a load does not.
 
         Raises:
             OSError: it cannot be made.
         """
-        clean(final.parent, re.compile(re.escape(final.name)))
-        super().__init__(make_hidden(final), final)
+        if cleans:
+            clean(final.parent, re.compile(re.escape(final.name)))
+        folder, mark = make_hidden(final)
+        super().__init__(folder, final, mark)
         with discarding(self):
             #: What has the name now: no other folder is replaced.
             self.before = identity_of(final)
@@ -338,8 +421,10 @@ def publish(draft: StepDraft, synced: Collection[str] = ()) -> None:
 
     Raises:
         AnotherWriter: another folder has got the name since the draft was made.
+        DraftGone: another process removed the draft.
     """
     final, now = draft.target, identity_of(draft.target)
+    draft.check()
     if is_replaced(draft.before, now):
         raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
     # Retention may have removed it.
@@ -350,6 +435,7 @@ def publish(draft: StepDraft, synced: Collection[str] = ()) -> None:
     except OSError as error:
         if is_replaced(now, identity_of(final)):
             raise AnotherWriter(f"another writer published {final.name} in {final.parent}") from error
+        draft.check()
         raise
     # From here on readers see it: an error must not say that the save failed.
     try:
@@ -358,6 +444,7 @@ def publish(draft: StepDraft, synced: Collection[str] = ()) -> None:
         disk.remove([final / OWNER])
     except OSError:
         logger.exception("%s is published; a loss of power may take it back", final)
+    draft.release()
     if replaced is not None:
         disk.step("remove the folder that was replaced")
         for reason in replaced_away(replaced, final)[:1]:
@@ -383,15 +470,14 @@ def tracked(root: Path) -> Optional[int]:
 @contextlib.contextmanager
 def uploading(folder: Path) -> Iterator[None]:
     """Mark a step as being uploaded: retention keeps it, in any process."""
-    mark = folder / UPLOADING
     with _taking:
-        drafts_.mark(mark)
-    drafts_.keep_young(mark)
+        mark = Mark(folder / UPLOADING)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            mark.unlink()
+            (folder / UPLOADING).unlink()
+        mark.release()
 
 
 def is_uploading(folder: Path) -> bool:

@@ -155,6 +155,22 @@ def place_in(group: Group) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
+class Waiting:
+    """The time that ranks wait for work of the first rank, in turns that no group's timeout ends."""
+
+    def __init__(self, timeout: Optional[float]) -> None:
+        """`timeout`: the most seconds; None waits without end."""
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def seconds(self) -> float:
+        """Return the seconds of the next turn."""
+        return PATIENCE if self._end is None else min(max(self._end - time.monotonic(), 0.0), PATIENCE)
+
+    @property
+    def is_over(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
+
+
 def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common = NOTHING) -> T:
     """Return what the first rank makes, which may take longer than the group's timeout: till then ranks meet.
 
@@ -228,6 +244,8 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
         if meeting.decides:
             outlook, name = outlook_of(asked.final, asked.step, asked.shelf), ""
             try:
+                if asked.shelf is not None:
+                    asked.shelf.clean_once()
                 draft = store.StepDraft(asked.final)
                 name = str(draft.folder)
             except OSError as error:
@@ -238,10 +256,37 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
     if not name:
         meet(call, Topic("making the draft", outlook))
     begun = Begun(asked, draft, Writing(Path(name), outlook))
-    with discarding(draft), saying(outlook):
+    group = call.group if call.groups else None
+    with discarding(draft), saying(outlook), naming_loss(draft, group):
         with call.guard(), begun.writing.is_open():
             yield begun
         meet(call, Topic("writing"), common={"saves in the background": str(len(begun.writing.requests))})
+
+
+@contextlib.contextmanager
+def naming_loss(draft: Optional[store.StepDraft], group: Group) -> Iterator[None]:
+    """Have the error of a save say that another process removed its draft, where it did. Collective.
+
+    Any step fails then, on any rank, over a file that is not there.
+
+    Args:
+        draft: of the first rank.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    try:
+        yield
+    except CheckpointingException as error:
+        if not error.is_agreed:
+            # A rank is gone: there is nothing more to agree on.
+            raise
+        with begin(CANNOT_SAVE, "save", group) as call:
+            with call.guard():
+                if draft is not None:
+                    draft.check()
+            meet(call, Topic("looking for the draft"))
+        raise
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -277,12 +322,13 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
     """
     folder, so_far = begun.writing.draft, begun.writing.outlook
     unheard = f"list the steps to see whether {begun.asked.final.name} is one"
-    with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
+    save = begin(CANNOT_SAVE, "save", group)
+    with discarding(begun.draft), saying(so_far), naming_loss(begun.draft, group), save as call:
         if begun.writing.requests:
             call.problems += map(call.problem_of, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
             meet(call, Topic("writing in the background", so_far))
-            with call.guard(), saying(so_far):
+            with call.guard():
                 for request in begun.writing.requests:
                     for finalize in request.finalize_fns:
                         finalize()
@@ -347,13 +393,14 @@ def publish(
             logger.exception("%s is saved; what was to follow failed", asked.final)
 
 
-def put_back(call: Call, folder: Attempt[Optional[Path]], common: Common = NOTHING) -> None:
-    """Put back a folder that lost its name to a dead writer. Collective.
+def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brought: bool) -> Optional[Path]:
+    """Return where a folder is that a killed save may have hidden. Collective; changes nothing.
 
     Args:
         call: with the problems of ranks that could not tell the folder.
         folder: its path; None for no folder.
         common: other values that must be the same on every rank.
+        is_brought: whether the folder is brought from a store, under its own name, if it is not whole here.
 
     Raises:
         CheckpointingException: the same on every rank.
@@ -361,12 +408,13 @@ def put_back(call: Call, folder: Attempt[Optional[Path]], common: Common = NOTHI
     with call.guard() as same:
         same.set({"folder": str(folder.value), **common})
     with at_first(call, Topic("looking"), common=same) as meeting:
-        if meeting.decides and folder.value is not None:
-            shelf = store.shelf_of(folder.value)
-            if shelf is None:
-                store.clean(folder.value.parent, re.compile(re.escape(folder.value.name)))
-            else:
-                shelf.clean()
+        if meeting.decides:
+            path = folder.value
+            place = None if path is None else store.located(path)
+            if place is not None and is_brought and store.fault_by_sizes(place):
+                place = path
+            meeting.answer(None if place is None else str(place))
+    return None if meeting.result is None else Path(meeting.result)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from torch_dcp_backport.checkpoint._src import manifest, remote, store, together
-from torch_dcp_backport.checkpoint._src.manifest import BadManifest
+from torch_dcp_backport.checkpoint._src import remote, store, together
 from torch_dcp_backport.checkpoint._src.remote import Failed, RemoteFolder
 from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import Identity
@@ -33,6 +32,8 @@ class Uploads:
         self.is_verified = is_verified
         self.on_upload = on_upload
         self._background = Background("upload of checkpoints")
+        #: The upload under way, in words.
+        self._doing = ""
 
     def add(self, folder: Path, url: str) -> None:
         """Queue the upload of a folder behind those added before."""
@@ -42,6 +43,20 @@ class Uploads:
     def wait(self, seconds: float) -> bool:
         """Wait until no upload is left, for so many seconds at most; return whether none is left."""
         return self._background.wait(seconds)
+
+    def give_up(self, seconds: float) -> None:
+        """Wait no longer for uploads that were not done within so many seconds.
+
+        Raises:
+            CheckpointingException: naming the upload, unless failures are to be warnings.
+        """
+        dropped = self._background.give_up()
+        more = f"; {dropped} more that waited for it were not begun" if dropped else ""
+        text = f"an upload is not done within {seconds:g} s: {self._doing}"
+        text = f"{text}; its thread is abandoned, and may end it later or never{more}"
+        if self.on_upload == "raise":
+            raise CheckpointingException(text)
+        logger.error("%s", text)
 
     def raise_failed(self) -> None:
         """Raise the failures since the last call, unless they are to be warnings.
@@ -56,6 +71,7 @@ class Uploads:
     def _upload(self, folder: Path, url: str) -> str:
         """Upload a folder; return why it failed, or ""."""
         identity, began = store.identity_of(folder), time.monotonic()
+        self._doing = f"{folder} to {url}"
         try:
             with store.uploading(folder):
                 mark = remote.upload(folder, remote.place_of(url), self.is_verified)
@@ -113,11 +129,10 @@ def bring_if_needed(url: str, folder: Path) -> Optional[Identity]:
     Raises:
         Failed: the store does not have the folder, or does not give it; or the folder here is another step.
     """
-    try:
-        if not any(manifest.faults(folder, manifest.read(folder))):
-            return None
-    except BadManifest as error:
-        logger.warning("%s: %s; it is brought from %s", folder, error, url)
+    fault = store.fault_by_sizes(folder)
+    if not fault:
+        return None
+    logger.warning("%s: %s; it is brought from %s", folder, fault, url)
     remote.download(remote.place_of(url), folder)
     return store.identity_of(folder)
 
@@ -146,16 +161,23 @@ def is_brought(brought: Identity, folder: Path) -> bool:
     return now is not None and now.made is not None and not store.is_replaced(brought, now)
 
 
-def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:
+def settle(call: Call, uploads: Uploads, is_blocking: bool, timeout: Optional[float] = None) -> bool:
     """Wait until no upload is left, if `is_blocking`; return whether none is left. Collective.
 
+    Args:
+        timeout: the most seconds of the wait, by the first rank's clock; None waits without end.
+
     Raises:
-        CheckpointingException: an upload failed; the same on every rank.
+        CheckpointingException: an upload failed, or is not done by then; the same on every rank.
     """
+    waiting = together.Waiting(timeout)
     while True:
         with at_first(call, Topic("waiting for uploads")) as meeting:
             if meeting.decides:
-                is_settled = uploads.wait(together.PATIENCE if is_blocking else 0.0)
+                is_settled = uploads.wait(waiting.seconds() if is_blocking else 0.0)
+                if is_blocking and not is_settled and waiting.is_over:
+                    uploads.give_up(timeout or 0.0)
+                    is_settled = True
                 uploads.raise_failed()
                 meeting.answer(is_settled)
         is_settled = bool(meeting.result)

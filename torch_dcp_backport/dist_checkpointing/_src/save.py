@@ -160,16 +160,22 @@ class Planned(NamedTuple):
         """The bytes of this rank's tensors."""
         return sum(work.form.nbytes for work in self.works)
 
-    def write(self, moved: Callable[[int], None], staged: Optional[Staged] = None) -> Output:
+    def write(
+        self,
+        moved: Callable[[int], None],
+        staged: Optional[Staged] = None,
+        stop: Optional[saver.Stop] = None,
+    ) -> Output:
         """Write this rank's share; no other rank takes part.
 
         Args:
             staged: the copies of `works`, where they are written.
+            stop: as of `saver.write`.
         """
         self.claim.begin()
         if staged is not None:
             by_process = self.saved_by == saver.PROCESS
-            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed, by_process)
+            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed, by_process, stop)
         else:
             with torch.no_grad():
                 output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
@@ -503,6 +509,7 @@ class SaveUnderWay:
         self.seconds = dict(call.tally.seconds)
         self._process, self._writer = os.getpid(), 0
         clock.stop()
+        self._stop = saver.Stop()
         self._output: Optional[Output] = None
         self._error: Optional[Exception] = None
 
@@ -518,7 +525,7 @@ class SaveUnderWay:
         self._writer = threading.get_ident()
         try:
             with Phase(self.seconds, WRITING):
-                self._output = self.planned.write(self.meter.add, self._copies)
+                self._output = self.planned.write(self.meter.add, self._copies, self._stop)
         except Exception as error:
             self._error = error
         finally:
@@ -529,6 +536,16 @@ class SaveUnderWay:
         copies, self._copies = self._copies, None
         if copies is not None:
             give_back(copies.memory)
+
+    def stop(self) -> str:
+        """Wait no longer for `write`; return the file that is not written, "" where it is.
+
+        The claim to the folder is held until `write` has ended: a thread that hangs may make its file yet.
+        """
+        if self._output is not None or self._error is not None:
+            return ""
+        process = self._stop.set()
+        return f"{self.planned.path} by {process or 'a thread'}"
 
     def abandon(self) -> None:
         """Leave the folder to later saves, and remove this rank's file, unless a commit was tried."""

@@ -16,8 +16,9 @@ import socket
 import sys
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Optional
 
 from torch_dcp_backport.dist_checkpointing._src.body import Output, write_staged
 from torch_dcp_backport.dist_checkpointing._src.messages import FAILED, MESSAGE, MOVED, ORDER, Order
@@ -56,20 +57,26 @@ def write(
     moved: Callable[[int], None],
     is_hashed: bool = False,
     by_process: bool = True,
+    stop: Optional[Stop] = None,
 ) -> Output:
     """Write staged records as `writer.write` does.
 
     Args:
         by_process: write in a process, if other processes may read the memory.
+        stop: set by a caller that no longer waits.
 
     Raises:
         OSError: as of `writer.write`.
+        Stopped: the caller no longer waits.
     """
+    stop = stop or Stop()
+    stop.check()
     output = Output(path.name, staged.length + sum(map(len, objects)), [], [])
     if not output.nbytes:
         return output
     with new_file(path, output.nbytes) as fd:
-        output = _written(fd, staged, objects, _Counted(moved), output, by_process and staged.is_shared)
+        counted = _Counted(moved, stop)
+        output = _written(fd, staged, objects, counted, output, by_process and staged.is_shared)
         return hashed(output, path) if is_hashed else output
 
 
@@ -80,27 +87,70 @@ def _written(
     if by_process:
         order = Order(staged.memory.nbytes, staged.places, objects, output)
         try:
-            with contextlib.closing(_Process()) as process:
+            with contextlib.closing(_Process()) as process, counted.stop.ending(process):
                 process.order(order, staged.memory.fd, fd)
                 return process.wait(counted.add)
         except _Gone as error:
+            counted.stop.check()
             text = f"the process that writes saves in the background {error}: a thread writes"
             warn_once(logger, text, about=str(error))
         counted.begin_again()
     return write_staged(fd, staged.memory.view, staged.places, objects, counted.add, output)
 
 
+class Stopped(Exception):
+    """No caller waits any longer for what was being written."""
+
+
+class Stop:
+    """A caller's word that it no longer waits for a file.
+
+    The process that writes it is ended, and a thread ends at its next block.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._process: Optional[_Process] = None
+
+    def set(self) -> str:
+        """Say so; return which process was ended, "" where a thread was writing."""
+        self.is_set = True
+        process = self._process
+        return "" if process is None else process.end()
+
+    def check(self) -> None:
+        """Go on only while the caller waits.
+
+        Raises:
+            Stopped: it does not.
+        """
+        if self.is_set:
+            raise Stopped("the wait for it is over")
+
+    @contextlib.contextmanager
+    def ending(self, process: _Process) -> Iterator[None]:
+        """Have `set` end a process in the context."""
+        self._process = process
+        try:
+            self.check()
+            yield
+        finally:
+            self._process = None
+
+
 class _Counted:
     """Tells the bytes that were written, each of them once, also where they are written again."""
 
-    def __init__(self, moved: Callable[[int], None]) -> None:
+    def __init__(self, moved: Callable[[int], None], stop: Stop) -> None:
         self._moved = moved
+        self.stop = stop
         self._told = self._again = 0
 
     def begin_again(self) -> None:
         self._again = self._told
 
     def add(self, nbytes: int) -> None:
+        self.stop.check()
         new = max(nbytes - self._again, 0)
         self._again -= nbytes - new
         self._told += new
@@ -141,6 +191,21 @@ class _Process:
                 # Also of an environment that another thread changes, or of an audit hook that forbids it.
                 self._door.close()
                 raise _Gone(f"cannot be started ({error})") from error
+        # Now: if the program takes the status of its processes, the number may be another one's later.
+        self._handle: Optional[int] = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._handle = os.pidfd_open(self._pid)
+
+    def end(self) -> str:
+        """Kill the process, if the kernel can do so without mistaking it; return its number in words."""
+        with contextlib.suppress(OSError):
+            # Our own end may be in a call: the other end, if it runs, hears of this.
+            self._door.shutdown(socket.SHUT_RDWR)
+        if self._handle is None:
+            return f"process {self._pid}, which could not be ended"
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        return f"process {self._pid}, which was killed"
 
     def order(self, order: Order, *fds: int) -> None:
         data = pickle.dumps(order)
@@ -191,6 +256,9 @@ class _Process:
         self._door.close()
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, 0)
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 #: Both ends of what this process has open to others.

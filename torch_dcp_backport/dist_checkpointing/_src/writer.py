@@ -97,14 +97,11 @@ def write(
 def new_file(path: Path, nbytes: int) -> Iterator[int]:
     """Make a file of `nbytes` bytes that the context writes; it is on disk when the context has ended."""
     disk.step(f"create {path.name}")
-    fd = disk.create(path)
-    try:
+    with disk.created(path) as fd:
         disk.reserve(fd, nbytes)
         yield fd
         disk.step(f"sync {path.name}")
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def hashed(output: Output, path: Path) -> Output:

@@ -19,6 +19,7 @@ from torch_dcp_backport.dist_checkpointing._src import report
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing._src.staged import let_go
+from torch_dcp_backport.dist_checkpointing._src.worker import Worker, checked_seconds
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Call, Group, Topic, at_first, gc_context, meet
 
@@ -36,6 +37,8 @@ CANNOT_FINALIZE = "cannot finalize the checkpoint"
 ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
 WRITING = Topic("writing in the background", "the save was finalized on no rank")
 FINALIZING = Topic("finalizing", "the checkpoint may be whole by now")
+#: Seconds that a caller with a bound waits for what an abandoned save leaves to be removed.
+PATIENCE = 5.0
 ADDED = Topic("calling added finalize functions", "the checkpoint is made, and every function was called")
 
 
@@ -53,8 +56,10 @@ class AsyncRequest(NamedTuple):
     preload_fn: Optional[Callable[[], Any]] = None
     is_frozen: bool = False
     call_idx: int = 0
-    #: Of this package: called where the save was not finalized, on every rank.
+    #: Of this package: called where the save was not finalized, on every rank, once `async_fn` has ended.
     abandon_fns: Sequence[Callable[[], None]] = ()
+    #: Of this package: called where the wait for `async_fn` is over; returns what it has not done.
+    stop_fn: Optional[Callable[[], str]] = None
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
         """Add a function that this rank calls after the checkpoint is complete on every rank.
@@ -148,19 +153,100 @@ def _finalize(call: Call, functions: Sequence[Callable[[], None]]) -> None:
     meet(call, ADDED)
 
 
+class _Running:
+    """A request under way, with an outcome of its own: a thread that was given up may yet fail."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self.request = request
+        self.worker: Optional[Worker] = None
+        #: An error of its functions before it is finalized.
+        self.failure: Optional[Exception] = None
+
+    def start(self) -> None:
+        request = self.request
+        # The other ranks go on: what fails here is raised on all of them when they finalize.
+        self._try(request.preload_fn, (), {})
+        if request.async_fn is None or self.failure is not None:
+            return
+        arguments = request.async_fn, request.async_fn_args, dict(request.async_fn_kwargs)
+        self.worker = Worker(functools.partial(self._try, *arguments), "save in the background")
+        try:
+            # The process waits for it at its end, though it is not finalized then.
+            self.worker.start()
+        except RuntimeError as error:
+            logger.warning("no thread can be started (%s): the files are written now", error)
+            self.worker = None
+            self._try(*arguments)
+
+    def _try(
+        self, function: Optional[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Call a function of the request, if it has one, and keep its error."""
+        try:
+            if function is not None:
+                function(*args, **kwargs)
+        except Exception as error:
+            self.failure = error
+        except BaseException as error:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            self.failure = as_exception(error)
+
+    def wait(self, timeout: Optional[float]) -> None:
+        """Wait until the files are written; give up after so many seconds, which is the request's failure."""
+        if self.worker is None or self.worker.wait(timeout):
+            return
+        self.worker.give_up()
+        left = "" if self.request.stop_fn is None else self.request.stop_fn()
+        text = f"not written within {timeout:g} s: {left or 'what its async_fn writes'}"
+        self.failure = CheckpointingException(f"{text}; it is abandoned, and may end later or never")
+
+    @property
+    def is_ended(self) -> bool:
+        return self.worker is None or self.worker.wait(0)
+
+    def abandon(self, timeout: Optional[float]) -> None:
+        """Call the functions for a save that was not finalized, once its thread has ended.
+
+        They touch the disk: where waits are bounded, they are called in a thread that may hang with it.
+        """
+        if timeout is None:
+            self._abandon()
+            return
+        worker = Worker(self._abandon, "removal of an abandoned save")
+        try:
+            worker.start()
+        except RuntimeError as error:
+            logger.error("no thread can be started (%s): what the save left stays", error)
+            return
+        worker.wait(min(timeout, PATIENCE))
+        worker.give_up()
+
+    def _abandon(self) -> None:
+        if self.worker is not None:
+            self.worker.wait()
+        for abandon in self.request.abandon_fns:
+            abandon()
+
+
 class AsyncCallsQueue:
     """Runs one request after the other in a thread. All ranks make the same calls in the same order."""
 
-    def __init__(self, persistent: bool = False, *, process_group: Group = None) -> None:
+    def __init__(
+        self, persistent: bool = False, *, process_group: Group = None, timeout: Optional[float] = None
+    ) -> None:
         """`persistent` makes no difference: a thread costs nothing to start.
 
-        `process_group`: the ranks that save together, as it was passed to `save`.
+        `process_group`: the ranks that save together, as it was passed to `save`. `timeout`: the most seconds
+        that a call waits for this rank's files; then the request fails on every rank, and the process that
+        writes them is ended. It should be less than the timeout of the process group. None waits without end.
+
+        Raises:
+            ValueError: `timeout` is no number of seconds.
         """
         self.process_group = process_group
-        self._request: Optional[AsyncRequest] = None
-        self._thread: Optional[threading.Thread] = None
-        #: Of the request under way: an error of its functions before it is finalized.
-        self._failure: Optional[Exception] = None
+        self.timeout = checked_seconds("timeout", timeout)
+        self._running: Optional[_Running] = None
         self._scheduled = 0
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -169,46 +255,21 @@ class AsyncCallsQueue:
         Raises:
             CheckpointingException: the last request failed; the same on every rank. This one was not started.
         """
-        if self._request is not None:
+        if self._running is not None:
             began = time.monotonic()
             self.maybe_finalize_async_calls(blocking=True)
             logger.info("waited %.1f s for the save before", time.monotonic() - began)
         self._scheduled += 1
         request = async_request.freeze()._replace(call_idx=self._scheduled)
-        self._request, self._failure = request, None
-        # The other ranks go on: what fails here is raised on all of them when they finalize.
-        self._try(request.preload_fn, (), {})
-        if request.async_fn is not None and self._failure is None:
-            arguments = request.async_fn, request.async_fn_args, dict(request.async_fn_kwargs)
-            # Not a daemon: the process waits for it at its end, though it is not finalized then.
-            self._thread = threading.Thread(target=self._try, args=arguments)
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                logger.warning("no thread can be started (%s): the files are written now", error)
-                self._thread = None
-                self._try(*arguments)
+        self._running = _Running(request)
+        self._running.start()
         return self._scheduled
-
-    def _try(
-        self, function: Optional[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Call a function of the request under way, if it has one, and keep its error."""
-        try:
-            if function is not None:
-                function(*args, **kwargs)
-        except Exception as error:
-            self._failure = error
-        except BaseException as error:
-            if threading.current_thread() is threading.main_thread():
-                raise
-            self._failure = as_exception(error)
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the request under way once every rank has written its files. Collective.
 
         Args:
-            blocking: wait for it.
+            blocking: wait for it, up to the `timeout` of the queue.
             no_dist: makes no difference: all ranks are asked in any case.
 
         Returns:
@@ -219,25 +280,21 @@ class AsyncCallsQueue:
                 the first of the finalize functions failed, no other was called on any rank; if others
                 failed, the checkpoint is made and all of them were called.
         """
-        request, thread = self._request, self._thread
-        if request is None:
+        running = self._running
+        if running is None:
             return []
         began = time.perf_counter()
-        if blocking and thread is not None:
-            thread.join()
+        if blocking:
+            running.wait(self.timeout)
         seconds = time.perf_counter() - began
         if not blocking:
-            is_ended = thread is None or not thread.is_alive()
             with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
-                with at_first(call, ASKING, is_ended) as meeting:
+                with at_first(call, ASKING, running.is_ended) as meeting:
                     if meeting.decides:
                         meeting.answer(all(meeting.heard.values()))
                 if not meeting.result:
                     return []
-            if thread is not None:
-                thread.join()
-        failure = self._failure
-        self._request = self._thread = self._failure = None
+        self._running, failure = None, running.failure
         with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
             with call.guard():
                 if failure is not None:
@@ -245,16 +302,15 @@ class AsyncCallsQueue:
             try:
                 meet(call, WRITING)
                 with report.waited(seconds):
-                    _finalize(call, request.finalize_fns)
+                    _finalize(call, running.request.finalize_fns)
             except CheckpointingException:
-                for abandon in request.abandon_fns:
-                    abandon()
+                running.abandon(self.timeout)
                 raise
-        return [request.call_idx]
+        return [running.request.call_idx]
 
     def get_num_unfinalized_calls(self) -> int:
         """Return 1 while a request is under way, or has not been finalized; else 0."""
-        return int(self._request is not None)
+        return int(self._running is not None)
 
     def close(self, abort: bool = False) -> None:
         """Finalize the request under way, and free the memory that is kept for the next copy. Collective.
@@ -272,12 +328,12 @@ class AsyncCallsQueue:
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)
             return
-        request, thread = self._request, self._thread
-        self._request = self._thread = self._failure = None
-        if thread is not None:
-            thread.join()
-        for abandon in () if request is None else request.abandon_fns:
-            abandon()
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait(self.timeout)
+            if not running.is_ended:
+                logger.error("%s", running.failure)
+            running.abandon(self.timeout)
 
     @classmethod
     def warmup_persistent_caller(cls, *options: Any, **more: Any) -> None:

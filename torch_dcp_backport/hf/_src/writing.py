@@ -22,11 +22,9 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.hf._src.blocks import Part
 from torch_dcp_backport.hf._src.format import FileEntry, make_header, nbytes_of
 from torch_dcp_backport.hf._src.source import SINGLE
-from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish import disk, drafts
 from torch_dcp_backport.transfer import Box, Piece, TensorInfo, as_bytes, is_dense, part_of
 
-#: The same on all processes of a running kernel, in whichever container.
-BOOT = "/proc/sys/kernel/random/boot_id"
 #: Flag of Linux's `sync_file_range`: begin, and wait for nothing.
 SYNC_FILE_RANGE_WRITE = 2
 #: Bytes of a run in a file; of shorter runs the pages at both ends are too great a part.
@@ -111,7 +109,7 @@ class Files:
             OSError: there is no room, the disk failed.
         """
         for name, (header, size) in self.headers.items():
-            file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            file = disk.open_own(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             self._open[name] = file
             reserve(file, size)
             disk.write_all(file, header, 0)
@@ -119,10 +117,10 @@ class Files:
     def seat(self, folder: Path) -> Optional[Seat]:
         """Return the seat by which other processes join the files; None where they could not be sure."""
         try:
-            boot, stat = Path(BOOT).read_text(), os.stat(folder)
+            boot, stat = drafts.boot(), os.stat(folder)
         except OSError:
             return None
-        return Seat(str(folder), self.tag, boot, stat.st_dev, stat.st_ino)
+        return Seat(str(folder), self.tag, boot, stat.st_dev, stat.st_ino) if boot else None
 
     def join(self, seat: Seat) -> bool:
         """Open the files of another process; return whether they are in the same folder on this machine.
@@ -135,10 +133,10 @@ class Files:
             return False
         try:
             stat = os.fstat(folder)
-            if (Path(BOOT).read_text(), stat.st_dev, stat.st_ino) != (seat.boot, seat.device, seat.inode):
+            if (drafts.boot(), stat.st_dev, stat.st_ino) != (seat.boot, seat.device, seat.inode):
                 return False
             for name in self.names:
-                self._open[name] = os.open(name, os.O_RDWR, dir_fd=folder)
+                self._open[name] = disk.open_own(Path(name), os.O_RDWR, dir_fd=folder)
         except OSError:
             self.close()
             return False
@@ -188,7 +186,7 @@ class Files:
         """
         with contextlib.ExitStack() as files:
             while self._open:
-                files.callback(os.close, self._open.popitem()[1])
+                files.callback(disk.close_own, self._open.popitem()[1])
 
 
 def run_of(box: Box, shape: tuple[int, ...]) -> int:
