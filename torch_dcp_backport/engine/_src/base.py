@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine._src.checks import cleaning_up
 from torch_dcp_backport.engine._src.mesh import Grid
 from torch_dcp_backport.transfer import Group
 
@@ -155,11 +156,12 @@ class EngineContext(contextlib.AbstractContextManager["EngineContext"]):
         self.engine.module.train(self.mode == "train")
         return self
 
-    def __exit__(self, *error: object) -> None:
-        compat.reshard(self.engine.module)
-        if self.mode == "train":
-            self.engine.optimizer_zero_grad()
-        self.move("cpu")
+    def __exit__(self, kind: object, error: Optional[BaseException], *traceback: object) -> None:
+        with cleaning_up(error, "the engine was not put back; make a new one"):
+            compat.reshard(self.engine.module)
+            if self.mode == "train":
+                self.engine.optimizer_zero_grad()
+            self.move("cpu")
         self.engine.mode = self.outer
         if self.outer is not None:
             self.engine.module.train(self.outer == "train")

@@ -267,8 +267,8 @@ class FSDPEngine(BaseEngine):
                     is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
                     with is_company:
                         torch.autograd.backward(loss * self.scale)
-            except BaseException:
-                reach.abandon_pass(self.module)
+            except BaseException as error:
+                reach.abandon_pass(self.module, error)
                 raise
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
