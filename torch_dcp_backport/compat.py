@@ -267,8 +267,8 @@ def _fsdp2_roots(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _accumulates_apart(model: torch.nn.Module) -> bool:
     """Return whether FSDP2 adds up gradients in half precision beside the parameters.
 
-    Up to torch 2.14 the sum is an attribute of FSDP2's own record, in another dtype than a new gradient. Since
-    https://github.com/pytorch/pytorch/pull/197203 it is the gradient of the whole parameter.
+    Up to torch 2.14 the sum is an attribute of FSDP2's own record, in another dtype than a new gradient.
+    Since https://github.com/pytorch/pytorch/pull/197203 it is the gradient of the whole parameter.
     """
     return any(
         hasattr(param, "accumulate_unsharded_grad_if_needed")

@@ -118,7 +118,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def cleaning_up(error: Optional[BaseException], outcome: str) -> Iterator[None]:
-    """Return a context for work after an exception, or without one: the exception stays the one that is raised.
+    """Return a context for work after an exception, or without one: the exception stays what is raised.
 
     An error of the work itself is logged, and noted on the exception. Without an exception it is raised.
 

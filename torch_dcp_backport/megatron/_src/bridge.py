@@ -73,6 +73,7 @@ def load_hf(
     layers: Optional[Layers] = None,
     value_head: bool = False,
     files: str = "auto",
+    compare: bool = True,
 ) -> Loaded:
     """Fill a Megatron model of a family that has a table from Hugging Face files, in place.
 
@@ -89,6 +90,9 @@ def load_hf(
             (verl's); see `stages`.
         value_head: whether the last stage has a head of one row; the files need not have it.
         files: "shared" (every rank reads), "rank0" (the first reads for all), or "auto": as they are seen.
+        compare: whether to warn, once, of what the model's TransformerConfig computes otherwise than
+            config.json says (a rotary base, an epsilon, ...). What decides where a row goes (heads, groups,
+            sizes) is always an error.
 
     Returns:
         The tensors that this rank filled, those of the files that were left, and the bytes that it read.
@@ -133,7 +137,8 @@ def load_hf(
         >>> loaded.padded
         {'embedding.word_embeddings.weight': 2}
     """
-    return load(lambda: (source_of(folder), GivenModules(models, parallel, layers)), value_head, files)
+    given = GivenModules(models, parallel, layers, compare)
+    return load(lambda: (source_of(folder), given), value_head, files)
 
 
 def load(ask: Callable[[], tuple[Source, GivenModules]], value_head: bool, files: str = "auto") -> Loaded:
@@ -212,6 +217,7 @@ def save_hf(
     parallel: Optional[Parallel] = None,
     layers: Optional[Layers] = None,
     how: Optional[Export] = None,
+    compare: bool = True,
 ) -> Saved:
     """Write a Megatron model as a folder that `from_pretrained` opens.
 
@@ -227,6 +233,7 @@ def save_hf(
         parallel: this rank's place in its TP group; None asks megatron-core.
         layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+        compare: as of `load_hf`.
 
     Returns:
         The keys that were written, and the bytes of their tensors.
@@ -277,7 +284,11 @@ def save_hf(
             config = json.loads(target.companions[CONFIG])
         config = call.publish({CONFIG: config})[CONFIG]
         agreed = agree_on_save(
-            call, Attempt(GivenModules(models, parallel, layers)), config, Attempt(target.how), target
+            call,
+            Attempt(GivenModules(models, parallel, layers, compare)),
+            config,
+            Attempt(target.how),
+            target,
         )
         assert agreed.target is not None, "it was handed in"
         return export(call, agreed.agreement, agreed.share, agreed.target)
@@ -290,6 +301,7 @@ def gather_hf(
     parallel: Optional[Parallel] = None,
     layers: Optional[Layers] = None,
     dtype: Optional[torch.dtype] = None,
+    compare: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Return the full model as HF tensors on the first rank's host; an empty dict on every other rank.
 
@@ -301,6 +313,7 @@ def gather_hf(
         parallel: this rank's place in its TP group; None asks megatron-core.
         layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them.
         dtype: the dtype that floating-point parameters are cast to; None keeps theirs.
+        compare: as of `load_hf`.
 
     Returns:
         HF key -> full tensor on the CPU.
@@ -339,7 +352,7 @@ def gather_hf(
         >>> tensors["model.layers.0.mlp.gate_proj.weight"].shape
         torch.Size([8, 4])
     """
-    return gather(lambda: (as_config(config), GivenModules(models, parallel, layers)), dtype)
+    return gather(lambda: (as_config(config), GivenModules(models, parallel, layers, compare)), dtype)
 
 
 def gather(
