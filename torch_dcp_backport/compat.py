@@ -231,7 +231,9 @@ def abandon_pass(model: torch.nn.Module) -> None:
         # That of torch 2.15 drops them, and the reduced ones, which are the caller's.
         reduced = [(param.sharded_param, param.sharded_param.grad) for param in fsdp2_parameters(model)]
         for root in _fsdp2_roots(model):
-            cast(Any, root).reset_iter_state()
+            # Before its first pass it has no streams, which `reset_iter_state` asks for.
+            if getattr(root._get_fsdp_state(), "_is_root", True) is not None:
+                root.reset_iter_state()
         for sharded, gradient in reduced:
             sharded.grad = gradient
         return
@@ -255,7 +257,7 @@ def abandon_pass(model: torch.nn.Module) -> None:
     reshard(model)
 
 
-def _fsdp2_roots(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _fsdp2_roots(module: torch.nn.Module) -> Iterator[Any]:
     """Yield the outermost modules that FSDP2 shards, whose passes are the passes of all within them."""
     if isinstance(module, FSDPModule):
         yield module

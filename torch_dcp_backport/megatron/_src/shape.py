@@ -208,7 +208,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     check_quantisation(config)
     formulas = family.formulas
     # Without experts transformers makes every layer a dense one, whatever the other numbers are.
-    is_dense = "experts" in formulas and config.get(formulas["experts"]) == 0
+    is_dense = any(config.get(key) == 0 for key in formulas.get("experts", "").split(" or "))
     numbers = {
         name: 0 if is_dense and name in OF_EXPERTS else number_of(formula, config)
         for name, formula in formulas.items()

@@ -39,7 +39,7 @@ SHARED = (
         when="sparse shared_rows",
     ),
 )
-SPARSE = {"experts": "num_experts", "expert_rows": "moe_intermediate_size"}
+SPARSE = {"experts": "num_experts or num_local_experts", "expert_rows": "moe_intermediate_size"}
 #: The layers that are dense, and those that only every so many layers are sparse.
 STEPS = ("mlp_only_layers", "decoder_sparse_step")
 
