@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,10 +274,12 @@ def built(name: str, dtype: torch.dtype, **changed: Any) -> Any:
 def tensors_of(name: str) -> Tensors:
     if name == "qwen3_vl_moe_text":
         return packed()
-    model = built(TEXT.get(name, name), torch.bfloat16)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        # transformers 5 has experts in one tensor, and takes them apart as it writes.
+        built(TEXT.get(name, name), torch.bfloat16).save_pretrained(folder)
+        state = load_file(Path(folder, "model.safetensors"))
     # As files have it: routers choose in fp32.
     return {key: value.float() if key.endswith("correction_bias") else value for key, value in state.items()}
 

@@ -99,6 +99,28 @@ def viewed(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Source:
     return Viewed(source, shapes)
 
 
+class Transpose(NamedTuple):
+    """The exchange of two dimensions, under the names of transformers' operation."""
+
+    dim0: int
+    dim1: int
+    check_dims: bool = False
+
+
+def turned(source: Source, keys: AbstractSet[str], dims: tuple[int, int]) -> Source:
+    """Return a source in which some tensors have two of their dimensions exchanged.
+
+    Args:
+        keys: of the tensors that are turned; others stay as they are.
+        dims: the two dimensions.
+    """
+    step = Transpose(*dims)
+    return Mapped(
+        source,
+        {key: Origin(((key,),), (step,) if key in keys else ()) for key in source.tensors},
+    )
+
+
 class Viewed:
     """A source whose tensors may have another shape than in the files."""
 

@@ -30,6 +30,7 @@ from torch_dcp_backport.hf import (
     renamed,
     source_of,
     target_of,
+    turned,
     viewed,
     with_prefix,
 )
@@ -37,6 +38,7 @@ from torch_dcp_backport.megatron._src.agreed import Agreed, GivenModules, agree_
 from torch_dcp_backport.megatron._src.model import Layers, Models, Parallel
 from torch_dcp_backport.megatron._src.names import EMBED, HEAD
 from torch_dcp_backport.megatron._src.shape import shape_of
+from torch_dcp_backport.megatron.families.qwen import TURNED_BY_5
 from torch_dcp_backport.megatron.families.towers import OLD_HEAD, TOWERS, text_of
 from torch_dcp_backport.transfer import Attempt, Call, groups_of, part_of, whole
 
@@ -182,6 +184,8 @@ def as_in_table(source: Source) -> Source:
     except ValueError:
         # The ranks hear of it when they agree.
         return source
+    if shape.kind in TURNED_BY_5:
+        source = turned(source, shape.turned(source.tensors), (1, 2))
     folded = shape.folded(source.tensors)
     # Of another shape, the same number of elements is another order: transformers 5 turns experts of some.
     shapes = {key: shape.hf_shape(key) for key in folded if folded[key] == source.tensors[key].shape}
