@@ -328,6 +328,23 @@ def check_layers(model: nn.Module) -> None:
             )
 
 
+def check_router_loss(model: nn.Module) -> None:
+    """Refuse to train with a loss of routers: it is no part of the loss that the caller's function computes.
+
+    Raises:
+        ValueError: the configuration asks for one.
+    """
+    config: Any = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        factor = getattr(part, "router_aux_loss_coef", 0.0)
+        if getattr(part, "output_router_logits", False) and factor:
+            raise ValueError(
+                f"output_router_logits=True with router_aux_loss_coef={factor} is not offered: the loss "
+                f"function gets no loss of the routers of a {type(model).__name__}; set output_router_logits "
+                "to False (override_config)"
+            )
+
+
 def is_list_of_experts(path: str, model: nn.Module) -> bool:
     """Return whether a sparse model's tokens choose among the modules at the path."""
     is_list = isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))
