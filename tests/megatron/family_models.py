@@ -43,6 +43,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 10,
     "rope_interleave": True,
 }
+#: Of a layer of multi-token prediction: the files' name -> megatron-core's.
+BESIDE = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
 ROUTER_BIAS = "mlp.router.expert_bias"
 
 
@@ -296,6 +298,18 @@ def packed() -> Tensors:
         tensors[f"{at}gate_up_proj"] = torch.cat([gate, up], 2)
         tensors[f"{at}down_proj"] = down.contiguous()
     return tensors
+
+
+def with_prediction(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Files with a fifth layer that predicts a word more: a sparse layer, and what is beside it."""
+    at = "model.layers.4."
+    layer = {
+        key.replace("model.layers.3.", at): value + 1 for key, value in tensors.items() if ".layers.3." in key
+    }
+    beside = {f"{at}{name}.weight": torch.randn(16).bfloat16() for name in BESIDE}
+    beside[f"{at}eh_proj.weight"] = torch.randn(16, 32).bfloat16()
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return {**tensors, **layer, **beside, **{at + name: tensors[of] for name, of in copies.items()}}
 
 
 def write(name: str, folder: Path, tensors: Tensors, **changed: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from decoders import aligned, inner, read_folder
 from family_models import (
+    BESIDE,
     EVERY,
     FAMILIES,
     SIZES,
@@ -24,6 +25,7 @@ from family_models import (
     stage_module,
     stage_of,
     tensors_of,
+    with_prediction,
     write,
 )
 from heard import heard
@@ -475,19 +477,6 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 PREDICTED = {"num_nextn_predict_layers": 1}
-BESIDE = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
-
-
-def with_prediction(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Files with a fifth layer that predicts a word more: a sparse layer, and what is beside it."""
-    at = "model.layers.4."
-    layer = {
-        key.replace("model.layers.3.", at): value + 1 for key, value in tensors.items() if ".layers.3." in key
-    }
-    beside = {f"{at}{name}.weight": torch.randn(16).bfloat16() for name in BESIDE}
-    beside[f"{at}eh_proj.weight"] = torch.randn(16, 32).bfloat16()
-    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-    return {**tensors, **layer, **beside, **{at + name: tensors[of] for name, of in copies.items()}}
 
 
 def predicts(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -552,6 +541,19 @@ def test_layers_of_multi_token_prediction_are_left_where_no_rank_holds_them(tmp_
     megatron.save_hf(module, tmp_path / "saved", like=tmp_path / "hf", parallel=megatron.Parallel(0, 1))
     assert "1 layer(s) of multi-token prediction, and no rank holds them" in caplog.text
     assert set(read_folder(tmp_path / "saved")) == set(tensors) - fifth
+
+
+def test_layers_of_multi_token_prediction_that_config_json_denies_are_an_error(tmp_path: Path) -> None:
+    """It names the key of config.json."""
+    tensors = with_prediction(tensors_of("deepseek_v3"))
+    write("deepseek_v3", tmp_path / "hf", tensors, num_nextn_predict_layers=0)
+    wanted = stage_of("deepseek_v3", tensors, Rank(0, 1), [0, 1, 2, 3], False)
+    module = stage_module(wanted, [0, 1, 2, 3])
+    says = r"model\.layers\.4\.\* \(expected no layers behind 4, as num_nextn_predict_layers=0 of config"
+    with pytest.raises(RuntimeError, match=says):
+        megatron.load_hf(module, tmp_path / "hf", parallel=megatron.Parallel(0, 1))
+    with pytest.raises(CheckpointingException, match=says):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
 
 
 def says(api: Any, name: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[str]:
