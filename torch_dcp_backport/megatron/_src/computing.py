@@ -173,7 +173,7 @@ def _of_attention(own: Any, forward: Forward, said: Mapping[str, Any], shape: Sh
     """Yield what the softmax over the tokens is made of."""
     if not getattr(own, "multi_latent_attention", False):
         key = "query_pre_attn_scalar" if forward.has_query_scalar else "head_dim"
-        scalar = said.get(key) if forward.has_query_scalar else shape.number("head_dim")
+        scalar: Any = said.get(key) if forward.has_query_scalar else shape.number("head_dim")
         scale = getattr(own, "softmax_scale", ABSENT)
         if scale is None and own.kv_channels:
             scale = own.kv_channels**-0.5
@@ -249,9 +249,10 @@ def _named(scaling: Mapping[str, Any]) -> str:
 
 def _scaling_of(module: Any, own: Any, is_latent: bool, kind: object) -> object:
     """Return the scaling of a model, named as that of the files."""
+    factor: Any = getattr(own, "rotary_scaling_factor", 1.0)
     if is_latent:
-        factor = float(getattr(own, "rotary_scaling_factor", 1.0))
-        return f"yarn {factor}" if getattr(own, "rope_type", "") == "yarn" and factor != 1 else "none"
+        is_scaled = getattr(own, "rope_type", "") == "yarn" and factor != 1
+        return f"yarn {float(factor)}" if is_scaled else "none"
     if getattr(module, "rotary_scaling", False):
         return "llama3"
     rotary = getattr(module, "rotary_pos_emb", None)
