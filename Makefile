@@ -11,8 +11,12 @@ OPTIMIZERS = tests/megatron/test_megatron_distributed.py
 # Of the examples, on torch 2.7; the matrix runs all.
 ENGINES = -k engine
 
+# Of the newest torch, transformers and peft: what goes by their insides.
+NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoint/test_peft.py \
+	tests/megatron/test_megatron_families.py tests/megatron/test_megatron_computing.py
+
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
-	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers megatron megatron-2.4 megatron-newer emulated conformance reliability \
+	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers newest megatron megatron-2.4 megatron-newer emulated conformance reliability \
 	patched-page lint wheel docs gpu
 
 help:
@@ -113,6 +117,10 @@ s3:
 transformers:
 	$(LANES) test transformers -- tests/releases tests/hf/test_apart.py tests/hf/test_names_of_exports.py \
 		-k "release or apart or save_pretrained"
+
+# The newest torch, transformers, safetensors and peft together.
+newest:
+	$(LANES) test newest -- $(NEWEST)
 
 # Each rank would start as many processes to compile in as there are processors, and each of these imports torch.
 megatron megatron-2.4: export TORCHINDUCTOR_COMPILE_THREADS = 1

@@ -91,6 +91,8 @@ LANES: dict[str, tuple[str, ...]] = {
     ),
     # Files between releases of transformers: the newest here, others in folders beside it (BESIDE).
     "transformers": ("torch==2.13.0", *TOOLS, "transformers==5.24.0", "safetensors>=0.4.3,<1"),
+    # The newest torch, transformers, safetensors and peft together; raise them when there are newer ones.
+    "newest": ("torch==2.15.0", *TOOLS, "transformers==5.24.0", "safetensors==0.8.0", "peft==0.21.2"),
     # An object store in a process of its own, and what reaches it.
     "s3": ("torch==2.13.0", *TOOLS, "numpy", "s3fs>=2025.3", "moto[server]>=5.1,<6"),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),

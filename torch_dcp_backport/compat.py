@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
@@ -223,9 +224,19 @@ def abandon_pass(model: torch.nn.Module) -> None:
     """Let FSDP2 begin anew after a forward or backward pass that an exception has ended.
 
     Else it waits for that backward pass to end, and the next one runs on what is left of whole units.
-    Gradients that were not reduced yet are gone: `zero_grad` does not reach them. torch 2.13 has most of
-    it as `reset_iter_state`.
+    Gradients that were not reduced yet are gone: `zero_grad` does not reach them. Reduced ones stay.
     """
+    if not _accumulates_apart(model):
+        # torch 2.13 has `reset_iter_state`, which leaves gradients that were not reduced to the next pass.
+        # That of torch 2.15 drops them, and the reduced ones, which are the caller's.
+        reduced = [(param.sharded_param, param.sharded_param.grad) for param in fsdp2_parameters(model)]
+        for root in _fsdp2_roots(model):
+            # Before its first pass it has no streams, which `reset_iter_state` asks for.
+            if getattr(root._get_fsdp_state(), "_is_root", True) is not None:
+                root.reset_iter_state()
+        for sharded, gradient in reduced:
+            sharded.grad = gradient
+        return
     for param in fsdp2_parameters(model):
         param.unsharded_accumulated_grad = None
         unsharded = getattr(param, "_unsharded_param", None)
@@ -246,6 +257,86 @@ def abandon_pass(model: torch.nn.Module) -> None:
     reshard(model)
 
 
+def _fsdp2_roots(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the outermost modules that FSDP2 shards, whose passes are the passes of all within them."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _fsdp2_roots(child)
+
+
+def _accumulates_apart(model: torch.nn.Module) -> bool:
+    """Return whether FSDP2 adds up gradients in half precision beside the parameters.
+
+    Up to torch 2.14 the sum is an attribute of FSDP2's own record, in another dtype than a new gradient.
+    Since https://github.com/pytorch/pytorch/pull/197203 it is the gradient of the whole parameter.
+    """
+    return any(
+        hasattr(param, "accumulate_unsharded_grad_if_needed")
+        for param in itertools.islice(fsdp2_parameters(model), 1)
+    )
+
+
+def missing_in_fsdp2(module: torch.nn.Module) -> list[str]:
+    """Return what the functions for FSDP2's reductions need, and this torch's FSDP2 does not have.
+
+    A release may rename what is not public. Asked before training, that is one error, and not one in the
+    middle of a backward pass.
+
+    Args:
+        module: a module that FSDP2 shards.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return ["FSDPModule._get_fsdp_state"]
+    state: Any = cast(Any, module)._get_fsdp_state()
+    if not hasattr(state, "_fsdp_param_group"):
+        return ["FSDPState._fsdp_param_group"]
+    group = state._fsdp_param_group
+    if group is None:
+        return []
+    names = ("post_backward", "fsdp_params", "reduce_grads", "all_reduce_grads", "_training_state")
+    missing = [f"FSDPParamGroup.{name}" for name in names if not hasattr(group, name)]
+    missing += ["FSDPParam.sharded_param"] * any(
+        not hasattr(param, "sharded_param") for param in getattr(group, "fsdp_params", ())
+    )
+    if not _accumulates_apart(module):
+        public = ("reset_iter_state", "set_reduce_scatter_unused_params")
+        missing += [f"FSDPModule.{name}" for name in public if not hasattr(module, name)]
+    return missing
+
+
+@torch.no_grad()
+def reduce_unused(module: torch.nn.Module, is_asked: bool) -> None:
+    """Let the next reduction of a module take zeros for its parameters without a gradient.
+
+    Args:
+        module: a module that FSDP2 shards.
+        is_asked: whether it does; False leaves such parameters out.
+    """
+    if not _accumulates_apart(module):
+        # torch 2.13 has it, and gives the zeros of half precision beside sums in another dtype, which it
+        # refuses to reduce together: https://github.com/pytorch/pytorch/pull/170667
+        cast(Any, module).set_reduce_scatter_unused_params(is_asked, recurse=False)
+        return
+    if not is_asked:
+        return
+    params = [
+        param
+        for param in cast(Any, module)._get_fsdp_state()._fsdp_param_group.fsdp_params
+        if getattr(param, "_unsharded_param", None) is not None and param._unsharded_param.requires_grad
+    ]
+    for param in params:
+        if param.unsharded_accumulated_grad is None and param._unsharded_param.grad is None:
+            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+    if any(param.unsharded_accumulated_grad is not None for param in params):
+        # Passes without a reduction leave gradients in the dtype of the reduction. FSDP2 refuses to reduce
+        # them together with the gradient of a parameter that only the last pass has reached.
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
 def replace_reduction(module: torch.nn.Module, make: Callable[[Any], Made]) -> Optional[Made]:
     """Put `make(group)` in the place of the method by which FSDP2 reduces a module's gradients; return it.
 
@@ -261,9 +352,9 @@ def replace_reduction(module: torch.nn.Module, make: Callable[[Any], Made]) -> O
 
 def reshard(model: torch.nn.Module) -> None:
     """FSDP2's parameters as shards again: after a forward pass alone the root keeps them whole."""
-    for state in fsdp2_states(model):
-        if state._fsdp_param_group is not None:
-            state._fsdp_param_group.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def fsdp2_states(model: torch.nn.Module) -> list[Any]:

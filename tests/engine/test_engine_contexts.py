@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import cpu_fsdp
 import pytest
 import small
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from torch_dcp_backport import engine
+from torch_dcp_backport import compat, engine
 
 
 def moves(api: Any, folder: Path, options: dict[str, Any]) -> Any:
@@ -137,6 +140,83 @@ def test_training_goes_on_after_a_pass_that_failed(pools, tmp_path: Path, where:
     expected.update(losses=expected["losses"][1:], norms=expected["norms"][1:])
     for found in pools.run(after_a_pass_that_failed, tmp_path / "m", where, options, world=2):
         small.same(found, expected)
+
+
+def after_a_cleanup_that_failed(api: Any, folder: Path) -> tuple[str, list[str]]:
+    made = small.made(folder)
+
+    def broken(*unused: Any) -> None:
+        raise KeyError("a name of FSDP2's")
+
+    def wrong(**unused: Any) -> Any:
+        raise ZeroDivisionError("in the loss")
+
+    # FSDP2's own, by which it begins anew: one of them on each torch.
+    made.module.reshard = made.module.reset_iter_state = broken
+    logged = Kept()
+    logging.getLogger("torch_dcp_backport.engine").addHandler(logged)
+    with pytest.raises(ZeroDivisionError) as failure, made.train_mode():
+        made.train_batch(small.own_rows(small.batch(0), made), wrong)
+    return str(failure.value), [*logged.texts, *getattr(failure.value, "__notes__", logged.texts)]
+
+
+class Kept(logging.Handler):
+    """The errors that were logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_an_error_of_the_cleanup_does_not_hide_that_of_the_user(pools, tmp_path: Path) -> None:
+    """Of the pass that failed, and of the context around it."""
+    small.write(tmp_path / "m")
+    for text, said in pools.run(after_a_cleanup_that_failed, tmp_path / "m", world=2):
+        assert text == "in the loss"
+        assert len(said) == 4
+        assert all("a name of FSDP2's" in line and "make a new" in line for line in said)
+
+
+def gradients_after_a_failure(api: Any, folder: Path) -> bool:
+    made = small.made(folder)
+    rows = small.own_rows(small.batch(0), made)
+    made.forward_backward_batch(rows, engine.sft_loss)
+    before = [param.grad.to_local().clone() for param in made.module.parameters()]
+
+    def wrong(**unused: Any) -> Any:
+        raise ZeroDivisionError("in the loss")
+
+    with pytest.raises(ZeroDivisionError):
+        made.forward_backward_batch(rows, wrong)
+    after = [param.grad.to_local() for param in made.module.parameters()]
+    return all(map(torch.equal, before, after))
+
+
+def test_gradients_of_batches_before_one_that_failed_stay(pools, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    assert pools.run(gradients_after_a_failure, tmp_path / "m", world=2) == [True] * 2
+
+
+def built_without_a_name(api: Any, folder: Path, name: str) -> str:
+    cpu_fsdp.install()
+    probe: Any = torch.nn.Linear(1, 2)
+    compat.fsdp2().fully_shard(probe, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    kind = type(probe._get_fsdp_state()._fsdp_param_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(kind, name)
+        with pytest.raises(RuntimeError) as failure:
+            small.made(folder)
+    return str(failure.value)
+
+
+def test_a_name_of_fsdp2_that_is_gone_is_one_error_before_training(pools, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    for text in pools.run(built_without_a_name, tmp_path / "m", "post_backward", world=2):
+        assert "cannot build the model: FSDP2 of torch" in text
+        assert "has no FSDPParamGroup.post_backward" in text
 
 
 def moved_for_real(api: Any, folder: Path, options: dict[str, Any]) -> Any:

@@ -261,6 +261,7 @@ def test_families_of_transformers(ranks, tmp_path: Path, family: str, kind: str,
     expected = by_transformers(tmp_path, kind, results[0][0])
     for _, found, _ in results:
         small.same(found, expected)
-    if family == "deepseek_v3":  # others have run all experts, up to transformers 4.51
+    # Others have run all experts, up to transformers 4.51; transformers 5 has those of a layer in one tensor.
+    if family == "deepseek_v3" and any(".experts.0." in name for name in results[0][1]["weights"]):
         # Of each rank other parameters had no gradient of its own.
         assert len({frozenset(unreached) for *_, unreached in results}) == 4

@@ -308,7 +308,7 @@ def of_another_file(api: Any, folder: Path) -> Any:
 
 def test_ranks_with_other_configurations(ranks, tmp_path: Path) -> None:
     model = write(tmp_path / "a")
-    model.config.rope_theta = 5.0
+    model.config.rms_norm_eps = 5.0
     model.save_pretrained(tmp_path / "b")
     texts = ranks(of_another_file, tmp_path)
     assert len(set(texts)) == 1

@@ -75,7 +75,9 @@ def compared(family: str, implementation: str) -> tuple[torch.Tensor, torch.Tens
 def test_each_family_has_the_values_of_rows_alone(part: int) -> None:
     """With windows shorter than a row, norms of heads, experts."""
     for family in OFFERED[part::4]:
-        implementation = "eager" if family == "gpt_oss" else "sdpa"
+        # transformers 5 has no sdpa for those that cap their scores.
+        is_capped = family in ("gemma2", "vaultgemma")
+        implementation = "eager" if family == "gpt_oss" or is_capped else "sdpa"
         logits, gradients = compared(family, implementation)
         # exaone4 has 1.3e-6; a row that reads another has 0.1 and more.
         assert logits < 2e-6, (family, logits)

@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 8, "ffn_hidden_size": 24,
     },
     "mixtral": {"num_local_experts": 4},
+    "modernbert-decoder": {"pad_token_id": 0},
     "phi": {"qk_layernorm": True},
     "qwen2": WINDOWS,
     "qwen2_moe": EXPERTS,

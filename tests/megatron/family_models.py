@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 10,
     "rope_interleave": True,
 }
+#: Of a layer of multi-token prediction: the files' name -> megatron-core's.
+BESIDE = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
 ROUTER_BIAS = "mlp.router.expert_bias"
 
 
@@ -273,10 +276,12 @@ def built(name: str, dtype: torch.dtype, **changed: Any) -> Any:
 def tensors_of(name: str) -> Tensors:
     if name == "qwen3_vl_moe_text":
         return packed()
-    model = built(TEXT.get(name, name), torch.bfloat16)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        # transformers 5 has experts in one tensor, and takes them apart as it writes.
+        built(TEXT.get(name, name), torch.bfloat16).save_pretrained(folder)
+        state = load_file(Path(folder, "model.safetensors"))
     # As files have it: routers choose in fp32.
     return {key: value.float() if key.endswith("correction_bias") else value for key, value in state.items()}
 
@@ -293,6 +298,18 @@ def packed() -> Tensors:
         tensors[f"{at}gate_up_proj"] = torch.cat([gate, up], 2)
         tensors[f"{at}down_proj"] = down.contiguous()
     return tensors
+
+
+def with_prediction(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Files with a fifth layer that predicts a word more: a sparse layer, and what is beside it."""
+    at = "model.layers.4."
+    layer = {
+        key.replace("model.layers.3.", at): value + 1 for key, value in tensors.items() if ".layers.3." in key
+    }
+    beside = {f"{at}{name}.weight": torch.randn(16).bfloat16() for name in BESIDE}
+    beside[f"{at}eh_proj.weight"] = torch.randn(16, 32).bfloat16()
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return {**tensors, **layer, **beside, **{at + name: tensors[of] for name, of in copies.items()}}
 
 
 def write(name: str, folder: Path, tensors: Tensors, **changed: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from decoders import Decoder, read_folder
 from gpt import forward, gpt
+from heard import heard
 from pool import Pool
 from programs import blocks, output_of
 
@@ -42,7 +43,10 @@ def core_ranks():
 
 def logits(api: Any, folder: str, decoder: Decoder, tp: int, ep: int) -> torch.Tensor:
     (model,) = gpt(decoder, tp, 1, ep=ep)
-    report = api.load_hf(model, folder)
+    with heard("megatron") as said:
+        report = api.load_hf(model, folder)
+    # It is built as the files say.
+    assert not said
     assert not report.kept
     return forward(model, decoder)
 

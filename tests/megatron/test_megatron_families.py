@@ -14,8 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from decoders import aligned, inner, read_folder
-from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
+from family_models import (
+    BESIDE,
+    EVERY,
+    FAMILIES,
+    SIZES,
+    Rank,
+    config_of,
+    held,
+    stage_module,
+    stage_of,
+    tensors_of,
+    with_prediction,
+    write,
+)
 from heard import heard
+from values import value_of
 
 from torch_dcp_backport import hf, megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
@@ -29,6 +43,8 @@ pytest.importorskip("transformers")
 #: Name -> (TP, PP, EP).
 GRIDS = {"tp 4": (4, 1, 1), "tp 2, pp 2": (2, 2, 1), "tp 1, pp 2, ep 2": (1, 2, 2), "tp 2, ep 2": (2, 1, 2)}
 TIED = ("gemma2", "gemma3_text")
+#: Text towers, which are no models of their own here.
+NOT_ALONE = ("qwen3_vl_moe_text", "qwen2_5_vl")
 
 
 def there_and_back(
@@ -81,10 +97,9 @@ def test_of_a_tensor_of_all_experts_only_an_experts_part_is_asked_for(tmp_path: 
     assert set(packed) == {1}
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_vl_moe_text"])
-def test_turned_gate_and_up_are_not_taken_for_others_where_down_is_square(tmp_path: Path, name: str) -> None:
-    size = "intermediate_size" if name == "gpt_oss" else "moe_intermediate_size"
-    config = config_of(name, **{size: SIZES["hidden_size"]})
+def test_turned_gate_and_up_are_not_taken_for_others_where_down_is_square(tmp_path: Path) -> None:
+    name = "gpt_oss"
+    config = config_of(name, intermediate_size=SIZES["hidden_size"])
     layers, rank = list(range(4)), Rank(0, 1, 0, 1)
     tensors = tensors_of(name)
     for key in [key for key in tensors if "experts." in key and not key.endswith("_bias")]:
@@ -102,6 +117,78 @@ def test_turned_gate_and_up_are_not_taken_for_others_where_down_is_square(tmp_pa
     with pytest.raises(RuntimeError, match=r"wrong shape in the files: \S+gate_up_proj ") as caught:
         megatron.load_hf(module, tmp_path, parallel=megatron.Parallel(*rank))
     assert "(expected (4, 16, 32) by config.json, got (4, 32, 16))" in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [8, 16], ids=["gate and up are square", "down is square"])
+def test_experts_that_transformers_5_writes_turned_are_loaded(tmp_path: Path, rows: int) -> None:
+    """Of a sparse Qwen3-VL: one of a layer's two tensors tells it where the other one is square."""
+    name, said = "qwen3_vl_moe_text", {"moe_intermediate_size": rows}
+    tensors = tensors_of(name)
+    for key in [key for key in tensors if "experts." in key]:
+        shape = (4, 16, 2 * rows) if "gate_up" in key else (4, rows, 16)
+        tensors[key] = value_of(key, shape, torch.bfloat16)
+    turned = {key: value.mT.contiguous() if "experts." in key else value for key, value in tensors.items()}
+    write(name, tmp_path / "hf", turned, **said)
+    layers, rank = list(range(4)), Rank(0, 1)
+    wanted = stage_of(name, tensors, rank, layers, False)
+    module = stage_module(wanted, layers)
+    megatron.load_hf(module, tmp_path / "hf", parallel=megatron.Parallel(*rank))
+    assert all(torch.equal(held(module)[key], value) for key, value in wanted.items())
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "back")
+    back = read_folder(tmp_path / "back")
+    assert all(torch.equal(back[key], value) for key, value in tensors.items())
+
+
+#: Models of several towers -> their configuration's parts.
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
+LARGE = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2},
+    "qwen2_5_vl": VISION,
+    "qwen3_vl": {**VISION, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {**VISION, "deepstack_visual_indexes": [0]},
+}
+
+
+def by_transformers(name: str, folder: Path) -> Any:
+    """A model as this transformers makes it and writes its files and config.json."""
+    transformers = pytest.importorskip("transformers")
+    if name not in LARGE:
+        kind = name.partition(" ")[0]
+        made = transformers.AutoConfig.for_model(kind, **{**EVERY[name][0], "pad_token_id": 0})
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    else:
+        if name not in transformers.CONFIG_MAPPING:
+            pytest.skip(f"transformers {transformers.__version__} has no {name}")
+        text = {**SIZES, "head_dim": 4, "num_experts": 4, "moe_intermediate_size": 8}
+        text["rope_scaling"] = {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 0]}
+        made = transformers.AutoConfig.for_model(name, text_config=text, vision_config=LARGE[name])
+        model = transformers.AutoModelForImageTextToText.from_config(made)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            param.copy_(value_of(key, tuple(param.shape), torch.float32))
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", [*(name for name in EVERY if name not in NOT_ALONE), *LARGE])
+def test_files_as_transformers_writes_them_are_converted(tmp_path: Path, name: str) -> None:
+    """With the keys of config.json and the layout of this release: 5 has renamed some of both."""
+    model = by_transformers(name, tmp_path / "hf")
+    report = convert(tmp_path / "hf", tmp_path / "ckpt")
+    wanted = read_folder(tmp_path / "hf")
+    if name in LARGE:
+        assert all("visual" in key for key in report.left)
+        return
+    assert not report.left
+    convert(tmp_path / "ckpt", tmp_path / "back")
+    back = read_folder(tmp_path / "back")
+    assert set(back) == set(wanted)
+    assert all(torch.equal(back[key], value) for key, value in wanted.items())
+    opened = type(model).from_pretrained(tmp_path / "back", torch_dtype=torch.bfloat16)
+    state = model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in opened.state_dict().items())
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_vl_moe_text"])
@@ -374,7 +461,7 @@ def test_blocks_in_fp8_are_dequantised_as_they_are_read(ranks, tmp_path: Path) -
 
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     files, _ = quantised(tensors_of("deepseek_v3"))
-    key = "model.layers.1.self_attn.o_proj.weight"
+    key = "model.layers.0.self_attn.o_proj.weight"
     write("deepseek_v3", tmp_path / "hf", files, quantization_config={**FP8, "weight_block_size": [4, 4]})
     with pytest.raises(
         CheckpointingException, match=rf"wrong shape for a weight of .*{re.escape(key)}_scale_inv"
@@ -390,19 +477,6 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 PREDICTED = {"num_nextn_predict_layers": 1}
-BESIDE = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
-
-
-def with_prediction(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Files with a fifth layer that predicts a word more: a sparse layer, and what is beside it."""
-    at = "model.layers.4."
-    layer = {
-        key.replace("model.layers.3.", at): value + 1 for key, value in tensors.items() if ".layers.3." in key
-    }
-    beside = {f"{at}{name}.weight": torch.randn(16).bfloat16() for name in BESIDE}
-    beside[f"{at}eh_proj.weight"] = torch.randn(16, 32).bfloat16()
-    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-    return {**tensors, **layer, **beside, **{at + name: tensors[of] for name, of in copies.items()}}
 
 
 def predicts(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -467,6 +541,19 @@ def test_layers_of_multi_token_prediction_are_left_where_no_rank_holds_them(tmp_
     megatron.save_hf(module, tmp_path / "saved", like=tmp_path / "hf", parallel=megatron.Parallel(0, 1))
     assert "1 layer(s) of multi-token prediction, and no rank holds them" in caplog.text
     assert set(read_folder(tmp_path / "saved")) == set(tensors) - fifth
+
+
+def test_layers_of_multi_token_prediction_that_config_json_denies_are_an_error(tmp_path: Path) -> None:
+    """It names the key of config.json."""
+    tensors = with_prediction(tensors_of("deepseek_v3"))
+    write("deepseek_v3", tmp_path / "hf", tensors, num_nextn_predict_layers=0)
+    wanted = stage_of("deepseek_v3", tensors, Rank(0, 1), [0, 1, 2, 3], False)
+    module = stage_module(wanted, [0, 1, 2, 3])
+    says = r"model\.layers\.4\.\* \(expected no layers behind 4, as num_nextn_predict_layers=0 of config"
+    with pytest.raises(RuntimeError, match=says):
+        megatron.load_hf(module, tmp_path / "hf", parallel=megatron.Parallel(0, 1))
+    with pytest.raises(CheckpointingException, match=says):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
 
 
 def says(api: Any, name: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[str]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import SIZES, built, config_of, write
+from family_models import SIZES, built, config_of, tensors_of, with_prediction, write
 from gpt import forward, initialise
+from heard import heard
 from pool import Pool
 
 from torch_dcp_backport import dist_checkpointing
@@ -95,21 +96,28 @@ def transformer_config(config: dict[str, Any], tp: int, ep: int) -> Any:
     )
 
 
-def model_of(config: dict[str, Any], tp: int, ep: int) -> torch.nn.Module:
+def model_of(config: dict[str, Any], tp: int, ep: int, predicts: int = 0) -> torch.nn.Module:
     initialise(tp, 1, ep=ep)
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     made = transformer_config(config, tp, ep)
+    made.mtp_num_layers = predicts or None
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
         made, use_transformer_engine=False, normalization="RMSNorm"
     )
     if config["model_type"] == "deepseek_v3":
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = Attention
+    more = {}
+    if predicts:
+        more["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            made, spec, use_transformer_engine=False
+        )
     model = GPTModel(
         made,
         spec,
+        **more,
         vocab_size=64,
         max_sequence_length=32,
         position_embedding_type="rope",
@@ -130,7 +138,10 @@ class Sizes:
 
 def logits(api: Any, folder: str, config: dict[str, Any], tp: int, ep: int) -> torch.Tensor:
     model = model_of(config, tp, ep)
-    api.load_hf(model, folder)
+    with heard("megatron") as said:
+        api.load_hf(model, folder)
+    # It is built as the files say.
+    assert not said
     assert not any(param.isnan().any() for param in model.parameters())
     out = forward(model, Sizes)  # type: ignore[arg-type]
     again = model_of(config, tp, ep)
@@ -150,6 +161,19 @@ def out_of_a_checkpoint(api: Any, folder: str, config: dict[str, Any], tp: int, 
     wanted = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     got = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return [key for key, value in wanted.items() if not torch.equal(got[key], value)]
+
+
+def states_asked_for(api: Any, folder: str, config: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """States that a model of prediction asks for; parameters that are unlike the files', or not filled."""
+    model, other = model_of(config, 1, 1, 1), model_of(config, 1, 1, 1)
+    asked = model.sharded_state_dict()
+    objects = sorted({part.key for part in asked.values() if part.key.endswith("_extra_state")})
+    state = dist_checkpointing.load({"model": asked}, f"{folder}-ckpt")
+    model.load_state_dict(state["model"])
+    api.load_hf(other, folder)
+    wanted = dict(other.named_parameters())
+    unlike = [key for key, value in model.named_parameters() if not torch.equal(value, wanted[key])]
+    return objects, unlike, [key for key, value in wanted.items() if value.isnan().any()]
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +199,16 @@ def test_the_logits_are_those_of_transformers(core_ranks, tmp_path, name):
     convert(tmp_path / "hf", tmp_path / "hf-ckpt")
     said = str(tmp_path / "hf"), config_of(name, **changed), tp, ep
     assert core_ranks(out_of_a_checkpoint, *said) == [[]] * 4
+
+
+def test_a_checkpoint_with_multi_token_prediction_is_what_the_model_asks_for(core_ranks, tmp_path) -> None:
+    """The states of its modules are where their modules are: beside a layer, or in it."""
+    changed = {**FP32, **CHANGED["deepseek_v3"], "num_nextn_predict_layers": 1}
+    tensors = with_prediction({key: value.float() for key, value in tensors_of("deepseek_v3").items()})
+    write("deepseek_v3", tmp_path / "hf", tensors, **changed)
+    convert(tmp_path / "hf", tmp_path / "hf-ckpt")
+    said = str(tmp_path / "hf"), config_of("deepseek_v3", **changed)
+    for objects, unlike, unfilled in core_ranks(states_asked_for, *said):
+        assert "mtp.layers.0.eh_proj._extra_state" in objects
+        assert any(key.startswith("mtp.layers.0.transformer_layer.") for key in objects)
+        assert (unlike, unfilled) == ([], [])

@@ -57,6 +57,7 @@ from torch_dcp_backport.hf._src.files import (
 from torch_dcp_backport.hf._src.format import is_plain as is_plain, nbytes_of as nbytes_of
 from torch_dcp_backport.hf._src.opening import (
     renamed as renamed,
+    turned as turned,
     viewed as viewed,
     with_prefix as with_prefix,
 )

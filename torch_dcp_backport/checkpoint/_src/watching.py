@@ -270,11 +270,12 @@ class Watch:
     def _check_unchanged(self, mark: Mark) -> None:
         """Raise on every rank, if the state of any rank is not that of the mark. Collective."""
         handler = self._handler
-        for chunk in listed(handler.engine.model):
-            # FSDP2 has whole parameters in the middle of a pass.
-            compat.abandon_pass(chunk)
         common = {"save_policy": str(handler.save_policy), **user_state.names_of(handler.state)}
         with begin(CANNOT_ASK, "save", handler.process_group) as call:
+            with call.guard():
+                for chunk in listed(handler.engine.model):
+                    # FSDP2 has whole parameters in the middle of a pass.
+                    compat.abandon_pass(chunk)
             touched = meet(call, Topic("asking for what began"), mark.touched, common)
             refuse_changed(touched)
             changed = call.attempt(mark.changed, handler)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine._src.checks import cleaning_up
 from torch_dcp_backport.engine._src.mesh import Grid
 from torch_dcp_backport.transfer import Group
 
@@ -136,17 +137,26 @@ class EngineContext(contextlib.AbstractContextManager["EngineContext"]):
     Engines make it in `train_mode()` and `eval_mode()`.
     """
 
-    def __init__(self, engine: Any, mode: str, *, disable_auto_offload: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        mode: str,
+        *,
+        disable_auto_offload: bool = False,
+        zero_grad_on_exit: bool = True,
+    ) -> None:
         """Remember what is moved; nothing moves before the context is entered.
 
         Args:
             engine: the engine whose parameters and states are moved.
             mode: "train" or "eval".
             disable_auto_offload: whether everything stays where it is.
+            zero_grad_on_exit: whether the end of a context for training drops the gradients.
         """
         self.engine = engine
         self.mode = mode
         self.is_moving = not disable_auto_offload
+        self.zeroes = mode == "train" and zero_grad_on_exit
 
     def __enter__(self) -> EngineContext:
         self.outer = self.engine.mode
@@ -155,11 +165,12 @@ class EngineContext(contextlib.AbstractContextManager["EngineContext"]):
         self.engine.module.train(self.mode == "train")
         return self
 
-    def __exit__(self, *error: object) -> None:
-        compat.reshard(self.engine.module)
-        if self.mode == "train":
-            self.engine.optimizer_zero_grad()
-        self.move("cpu")
+    def __exit__(self, kind: object, error: Optional[BaseException], *traceback: object) -> None:
+        with cleaning_up(error, "the engine was not put back; make a new one"):
+            compat.reshard(self.engine.module)
+            if self.zeroes:
+                self.engine.optimizer_zero_grad()
+            self.move("cpu")
         self.engine.mode = self.outer
         if self.outer is not None:
             self.engine.module.train(self.outer == "train")

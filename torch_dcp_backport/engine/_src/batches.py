@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from torch_dcp_backport.engine._src.checks import flag, number, whole
+from torch_dcp_backport.engine._src.checks import flag, number, say, whole
 from torch_dcp_backport.transfer import Call, Group, Problem, meet_numbers, raise_together
 
 TITLE = "cannot run this batch"
@@ -60,6 +60,7 @@ class Plan(NamedTuple):
         width: columns of padded rows; None where the rows are jagged.
         is_packed: whether the rows of a micro-batch run in one sequence.
         has_entropy: whether the batch asks for entropies.
+        dropped: the number of tokens on all ranks that `loss_mask` marks and that do not count.
     """
 
     parts: list[list[int]]
@@ -68,6 +69,7 @@ class Plan(NamedTuple):
     width: Optional[int]
     is_packed: bool = False
     has_entropy: bool = False
+    dropped: int = 0
 
 
 class Micro(NamedTuple):
@@ -97,6 +99,7 @@ def plan(
     needs_tokens: bool = True,
     copies: int = 1,
     packs: Union[bool, Callable[[Limit], bool]] = False,
+    predicted: bool = False,
 ) -> Plan:
     """Cut a batch into the same number of micro-batches on every rank. Collective.
 
@@ -110,6 +113,8 @@ def plan(
         copies: the number of consecutive ranks that have the same rows (tensor or sequence parallelism).
         packs: whether the rows of a micro-batch run in one sequence without padding, or a function that finds
             it out by the limit.
+        predicted: whether `loss_mask` counts tokens with a log-probability alone: the first of a row, and
+            padding, have none.
 
     Raises:
         RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
@@ -128,9 +133,9 @@ def plan(
     """
     call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
     # Errors of any kind: the other ranks wait in the meeting.
-    own = call.attempt(lambda: _planned(data, limit, needs_tokens, packs))
+    own = call.attempt(lambda: _planned(data, limit, needs_tokens, packs, predicted))
     counts = call.attempt(lambda made: numbers_of(data, made, copies > 1), own)
-    rows = list(meet_numbers(call, counts, len(COMPARED)).values())
+    rows = list(meet_numbers(call, counts, len(COMPARED) + 1).values())
     count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
     ranks = call.ranks
     findings = []
@@ -147,16 +152,24 @@ def plan(
         elif needs_tokens and not tokens:
             findings.append((rank, Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero")))
     raise_together(TITLE, findings)
-    return own.value._replace(parts=spread(own.value.parts, count), tokens=tokens)
+    dropped = int(sum(row[-1] for row in rows[::copies]))
+    if dropped:
+        say(
+            f"{LOSS_MASK} marks tokens that have no log-probability (the first of a row, or padding): they "
+            "do not count, in the loss and in batch_num_tokens"
+        )
+    return own.value._replace(parts=spread(own.value.parts, count), tokens=tokens, dropped=dropped)
 
 
-def _planned(data: Any, limit: Any, needs_tokens: bool, packs: Any) -> Plan:
+def _planned(data: Any, limit: Any, needs_tokens: bool, packs: Any, predicted: bool) -> Plan:
     checked_batch(data)
     most = checked_limit(limit() if callable(limit) else limit)
-    return plan_alone(data, most, needs_tokens, packs(most) if callable(packs) else packs)
+    return plan_alone(data, most, needs_tokens, packs(most) if callable(packs) else packs, predicted)
 
 
-def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool = False) -> Plan:
+def plan_alone(
+    data: Any, limit: Limit, needs_tokens: bool = True, packs: bool = False, predicted: bool = False
+) -> Plan:
     """Cut this rank's rows, as `plan` does for all ranks.
 
     Raises:
@@ -177,12 +190,17 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool =
     temperature_of(data, len(spans))
     if packs:
         check_packable(data, keys, spans)
-    tokens = 0.0
+    tokens, dropped, is_dropped = 0.0, 0, None
     if needs_tokens:
         # verl's policy losses mask responses alone, and the mask of a loss is that.
         if not (RESPONSES in keys and same_values(data[LOSS_MASK], data[RESPONSES])):
             check_alike(LOSS_MASK, data[LOSS_MASK], ids)
-        tokens = float(values_of(data[LOSS_MASK]).sum(dtype=torch.float64))
+            is_dropped = unpredicted(data) if predicted else None
+        counted = values_of(data[LOSS_MASK])
+        if is_dropped is not None:
+            dropped = int(is_dropped.sum())
+            counted = counted.masked_fill(is_dropped, 0)
+        tokens = float(counted.sum(dtype=torch.float64))
         if not math.isfinite(tokens):
             raise ValueError(f"the sum of {LOSS_MASK} is {tokens}: expected finite numbers")
     if limit.rows is not None:
@@ -191,7 +209,34 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool =
     else:
         parts = (by_lengths if packs else by_tokens)(spans, limit.tokens or 0)
     width = None if ids.is_nested else int(ids.shape[1])
-    return Plan(parts, spans, tokens, width, packs, flag_of(data, ENTROPY, False))
+    return Plan(parts, spans, tokens, width, packs, flag_of(data, ENTROPY, False), dropped)
+
+
+def unpredicted(data: Any) -> torch.Tensor:
+    """Return which marks of `loss_mask` are of tokens without a log-probability, as `values_of` has them.
+
+    A token has one where a token of its row is before it.
+    """
+    ids, marks = data[IDS], values_of(data[LOSS_MASK])
+    if ids.is_nested:
+        is_first = torch.zeros_like(marks, dtype=torch.bool)
+        is_first[ids.offsets()[:-1]] = True
+        return is_first & (marks != 0)
+    is_token = data[MASK] != 0 if MASK in set(data.keys()) else torch.ones_like(ids, dtype=torch.bool)
+    is_predicted = is_token & is_token.roll(1, 1)
+    is_predicted[:, :1] = False
+    return ~is_predicted & (marks != 0)
+
+
+def with_predicted(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch whose `loss_mask` marks tokens with a log-probability alone."""
+    mask = data[LOSS_MASK]
+    if RESPONSES in data and same_values(mask, data[RESPONSES]):
+        return dict(data)
+    marks = values_of(mask).masked_fill(unpredicted(data), 0)
+    if mask.is_nested:
+        marks = torch.nested.nested_tensor_from_jagged(marks, mask.offsets())
+    return {**data, LOSS_MASK: marks}
 
 
 def checked_batch(data: Any) -> Any:
@@ -337,7 +382,7 @@ def numbers_of(data: Any, plan: Plan, is_compared: bool) -> list[float]:
         shape = data[IDS].offsets() if data[IDS].is_nested else torch.tensor(data[IDS].shape)
         asked = repr((plan.parts, plan.is_packed, plan.has_entropy, temperature))
         sums = [digest_of([data[IDS], shape]), digest_of(masks), zlib.crc32(asked.encode())]
-    return [len(plan.parts), plan.tokens, *sums]
+    return [len(plan.parts), plan.tokens, *sums, plan.dropped]
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:

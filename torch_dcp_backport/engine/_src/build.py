@@ -37,7 +37,7 @@ class Sharding(NamedTuple):
     Args:
         reshard_after_forward: whether FSDP2 frees gathered parameters after a unit's forward pass.
         param_dtype: the dtype of all-gathered parameters; None is the parameters' own.
-        reduce_dtype: the dtype of gradients while they are reduced; None is the parameters' own.
+        reduce_dtype: the dtype of gradients while they are reduced; None is that of the whole parameters.
         offload: whether FSDP2 keeps parameters on the host, and their optimizer steps there.
     """
 
@@ -53,7 +53,10 @@ class Sharding(NamedTuple):
             grid: the arrangement of ranks: its `data` mesh shards.
         """
         fsdp2 = compat.fsdp2()
-        policy = fsdp2.MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        # Without a dtype of its own, torch 2.15 reduces in that of the shards, and releases before it in that
+        # of the whole parameters: https://github.com/pytorch/pytorch/pull/197203
+        reduce_dtype = self.reduce_dtype or self.param_dtype
+        policy = fsdp2.MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=reduce_dtype)
         asked = {"mesh": grid.data, "reshard_after_forward": self.reshard_after_forward, "mp_policy": policy}
         if self.offload:
             # There is nothing to pin for where the host is the device.
@@ -322,6 +325,23 @@ def check_layers(model: nn.Module) -> None:
             raise ValueError(
                 f"{name}={getattr(config, name)}: each rank would leave out other layers of a "
                 f"{type(model).__name__}; set it to 0 (override_config)"
+            )
+
+
+def check_router_loss(model: nn.Module) -> None:
+    """Refuse to train with a loss of routers: it is no part of the loss that the caller's function computes.
+
+    Raises:
+        ValueError: the configuration asks for one.
+    """
+    config: Any = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        factor = getattr(part, "router_aux_loss_coef", 0.0)
+        if getattr(part, "output_router_logits", False) and factor:
+            raise ValueError(
+                f"output_router_logits=True with router_aux_loss_coef={factor} is not offered: the loss "
+                f"function gets no loss of the routers of a {type(model).__name__}; set output_router_logits "
+                "to False (override_config)"
             )
 
 

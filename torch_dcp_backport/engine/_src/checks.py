@@ -10,11 +10,12 @@ import dataclasses
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import warn_on_first
 
 logger = logging.getLogger("torch_dcp_backport.engine")
@@ -113,6 +114,26 @@ def mapping(readers: Mapping[str, Read], others: Iterable[str]) -> Read:
 def say(text: str) -> None:
     """Log a warning on the first of all ranks alone, once in its process."""
     warn_on_first(logger, text)
+
+
+@contextlib.contextmanager
+def cleaning_up(error: Optional[BaseException], outcome: str) -> Iterator[None]:
+    """Return a context for work after an exception, or without one: the exception stays what is raised.
+
+    An error of the work itself is logged, and noted on the exception. Without an exception it is raised.
+
+    Args:
+        error: the exception; None where there is none.
+        outcome: what such an error leaves behind, and what to do.
+    """
+    try:
+        yield
+    except Exception as second:
+        if error is None:
+            raise
+        text = f"{outcome} ({type(second).__name__}: {second})"
+        compat.add_note(error, text)
+        logger.error("after %s: %s", type(error).__name__, text)
 
 
 def whole(least: Optional[int] = None) -> Read:

@@ -54,6 +54,8 @@ class FSDPEngine(BaseEngine):
 
     #: Makes the model, within `build.parameters_on_meta`.
     make_model = staticmethod(build.language_model)
+    #: Whether losses are of log-probabilities, which the first token of a row does not have.
+    predicts = False
     #: Parameters that the files need not have.
     fresh: Mapping[str, build.Draw] = {}
     #: Name in the files -> the name that another program saves the tensor under.
@@ -192,6 +194,7 @@ class FSDPEngine(BaseEngine):
                 build.units_of(model, blocks)
                 if not own.forward_only:
                     build.check_layers(model)
+                    build.check_router_loss(model)
                     tensor_parallel.check_dropout(model, self.grid)
                 tensor_parallel.styles_of(model, self.grid)
             parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
@@ -249,6 +252,7 @@ class FSDPEngine(BaseEngine):
             needs_tokens=loss_function is not None,
             copies=self.grid.copies,
             packs=functools.partial(self.packs, data),
+            predicted=self.predicts,
         )
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
         if batches.ENTROPY in set(data.keys()):
@@ -258,6 +262,8 @@ class FSDPEngine(BaseEngine):
             attention.install(self.module, self.grid.sp_group, self.grid.sizes.ulysses)
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
         for number, micro in enumerate(batches.micro_batches(data, plan), 1):
+            if plan.dropped and not micro.is_filler:
+                micro = micro._replace(data=batches.with_predicted(micro.data))
             if not forward_only and self.engine_config.gradient_sync == "last":
                 self.module.set_requires_gradient_sync(number == len(plan.parts))
             try:
@@ -267,8 +273,8 @@ class FSDPEngine(BaseEngine):
                     is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
                     with is_company:
                         torch.autograd.backward(loss * self.scale)
-            except BaseException:
-                reach.abandon_pass(self.module)
+            except BaseException as error:
+                reach.abandon_pass(self.module, error)
                 raise
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
@@ -493,7 +499,9 @@ class FSDPEngine(BaseEngine):
         lora.save(self.module, folder)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context: the model without its adapters."""
+        """Return a context: the model without its adapters; without adapters the model as it is."""
+        if not self.model_config.has_adapters:
+            return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
         return context
 
@@ -542,6 +550,8 @@ class FSDPEngineWithLMHead(FSDPEngine):
         >>> with trained.train_mode():  # doctest: +SKIP
         ...     trained.train_batch({"input_ids": ids, "loss_mask": torch.ones_like(ids)}, engine.sft_loss)
     """
+
+    predicts = True
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]

@@ -9,6 +9,7 @@ it has none.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,13 +19,16 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine._src.checks import cleaning_up
 from torch_dcp_backport.transfer import device_for
 
 
 class Reduction:
     """The reduction of a unit's gradients, in the place of the method by which FSDP2 reduces them."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self.module = module
+        #: FSDP2's record of the unit.
         self.group = group
         self.reduce_present = group.post_backward
         #: Whether this pass reaches parameters: a pass that only keeps the other ranks company does not.
@@ -49,8 +53,8 @@ class Reduction:
             self.reduce_present(*unused)
             return
         # FSDP2 also calls this for a unit that had no part in the pass, and twice for some that had.
-        if group._training_state.name == "PRE_BACKWARD" or any(map(has_gradient, params)):
-            complete(params)
+        is_reached = group._training_state.name == "PRE_BACKWARD" or any(map(has_gradient, params))
+        compat.reduce_unused(self.module, is_reached)
         new = {param for param in params if param.sharded_param.grad is None}
         self.reduce_present(*unused)
         if not group.all_reduce_grads:
@@ -96,27 +100,24 @@ class Connected(torch.autograd.Function):
 
 def has_gradient(param: Any) -> bool:
     """Return whether a pass has left a gradient in one of FSDP2's records."""
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
-
-
-@torch.no_grad()
-def complete(params: Iterable[Any]) -> None:
-    """Give zeros to FSDP2's parameters without a gradient, and the same dtype to all gradients."""
-    params = list(params)
-    for param in params:
-        if not has_gradient(param):
-            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-    if any(param.unsharded_accumulated_grad is not None for param in params):
-        # Passes without a reduction leave gradients in the dtype of the reduction. FSDP2 refuses to reduce
-        # them together with the gradient of a parameter that only the last pass has reached.
-        for param in params:
-            param.accumulate_unsharded_grad_if_needed()
-            param.to_accumulated_grad_if_needed()
+    return getattr(param, "unsharded_accumulated_grad", None) is not None or (
+        param._unsharded_param.grad is not None
+    )
 
 
 def reduce_alike(module: nn.Module) -> None:
-    """Let FSDP2 reduce the same parameters of a module, which it shards, on every rank."""
-    reduction = compat.replace_reduction(module, Reduction)
+    """Let FSDP2 reduce the same parameters of a module, which it shards, on every rank.
+
+    Raises:
+        RuntimeError: this torch's FSDP2 lacks what that needs; on every rank.
+    """
+    missing = compat.missing_in_fsdp2(module)
+    if missing:
+        raise RuntimeError(
+            f"cannot build the model: FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, by "
+            "which ranks reduce the gradients of the same parameters; torch 2.4 to 2.15 have it"
+        )
+    reduction = compat.replace_reduction(module, functools.partial(Reduction, module))
     if reduction is not None:
         # Before FSDP2's own hook, which looks for outputs that require gradients.
         module.register_forward_hook(reduction.connect, prepend=True)
@@ -143,11 +144,17 @@ def uncounted(model: nn.Module) -> Iterator[None]:
             reduction.is_counted = True
 
 
-def abandon_pass(model: nn.Module) -> None:
-    """Let FSDP2 begin anew after a pass that an exception has ended: see `compat.abandon_pass`."""
-    compat.abandon_pass(model)
-    for reduction in reductions(model):
-        reduction.reached.clear()
+def abandon_pass(model: nn.Module, error: BaseException) -> None:
+    """Let FSDP2 begin anew after a pass that an exception has ended: see `compat.abandon_pass`.
+
+    Args:
+        model: the model.
+        error: the exception.
+    """
+    with cleaning_up(error, "FSDP2 did not begin anew after it; make a new engine"):
+        compat.abandon_pass(model)
+        for reduction in reductions(model):
+            reduction.reached.clear()
 
 
 def mark(gradient: Any, is_unreached: bool = True) -> None:

@@ -46,6 +46,8 @@ DROPOUTS = (
 )
 #: Norms of each head of queries and keys (Qwen3, Gemma3): they see the heads of their rank alone.
 OF_HEADS = re.compile(r".*[.][qk]_(layer)?norm")
+#: The style of such norms in plans of transformers 5; older plans leave them out.
+SUMMED = "replicated_with_grad_allreduce"
 
 
 def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise ValueError(f"{asked}: a {type(model).__name__} has no plan for it")
+    plan = {key: style for key, style in plan.items() if style != SUMMED or not OF_HEADS.fullmatch(key)}
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         raise ValueError(f"{asked}: the plan of a {type(model).__name__} has {unknown}")

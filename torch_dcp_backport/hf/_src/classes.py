@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import nn
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import TensorInfo
 
 logger = logging.getLogger("torch_dcp_backport.hf")
@@ -320,7 +321,9 @@ def saved(model: Any, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo
     state = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in tensors.items()}
     core = _core_of_5()
     try:
-        made = core.revert_weight_conversion(model, state) if core else _saved_by_4(model, state)
+        made = (
+            core.revert_weight_conversion(_of_own_class(model), state) if core else _saved_by_4(model, state)
+        )
         return {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in made.items()}
     except Exception as error:
         raise CannotTell(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
@@ -402,12 +405,22 @@ def _core_of_5() -> Any:
     return importlib.import_module("transformers.core_model_loading")
 
 
+def _of_own_class(model: nn.Module) -> nn.Module:
+    """Return a model under the class that it had before FSDP2: tables of transformers 5 go by its name."""
+    kind = compat.unsharded_class(model)
+    if kind is type(model):
+        return model
+    own: nn.Module = object.__new__(kind)
+    own.__dict__.update(model.__dict__)
+    return own
+
+
 def _by_5(
     model: Any, files: Mapping[str, TensorInfo], held: Mapping[str, tuple[int, ...]], core: Any
 ) -> tuple[dict[str, str], dict[str, Origin]]:
     """Return the result of `_by_4`, by the table of renamings and conversions of transformers 5."""
     table = importlib.import_module("transformers.conversion_mapping")
-    transforms = table.get_model_conversion_mapping(model)
+    transforms = table.get_model_conversion_mapping(_of_own_class(model))
     renamings = [entry for entry in transforms if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, core.WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}

@@ -36,6 +36,25 @@ def dequantised(source: Source) -> Source:
     return Dequantised(source) if block_size_of(source.config) is not None else source
 
 
+def as_held(source: Source, held: Mapping[str, Optional[torch.dtype]]) -> Source:
+    """Return a source without fp8, unless what is filled from it has scales, or is in fp8 itself.
+
+    Args:
+        held: name of a tensor that is filled -> its dtype; None where that is not known.
+    """
+    is_fp8 = any(
+        key.endswith(SCALE) or (dtype is not None and dtype.is_floating_point and dtype.itemsize == 1)
+        for key, dtype in held.items()
+    )
+    return source if is_fp8 else dequantised(source)
+
+
+def quantisation_of(config: Mapping[str, Any]) -> str:
+    """Return the name of the way in which config.json says that weights are quantised; "" for none."""
+    said = config.get("quantization_config")
+    return str(said.get("quant_method") if isinstance(said, Mapping) else said) if said else ""
+
+
 class Dequantised:
     """A source whose weights in fp8 are multiplied by their scales as they are read."""
 

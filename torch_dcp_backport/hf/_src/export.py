@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import numbers
 import os
 from collections import deque
@@ -37,13 +38,19 @@ from torch_dcp_backport.transfer import (
     Piece,
     Problem,
     TensorInfo,
+    Topic,
+    meet,
     part_of,
     whole,
 )
 
+logger = logging.getLogger("torch_dcp_backport.hf")
 #: Bytes of a window, and of each of the buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
+#: Keys that a warning names.
+SHOWN = 10
+NOTHING_NEW = "the folder is as it was"
 #: Entries of what the first rank tells the others of an export.
 KEPT, TIED, RENAMED, APART = ("kept",), ("tied",), ("renamed",), ("apart",)
 DONE = "the folder may have the new model already"
@@ -59,17 +66,25 @@ class Export:
             that the model's class keeps in fp32, are not cast.
         file_bytes: the most bytes of tensors in a file, unless a single tensor has more.
         overwrite: whether a model that the folder holds already is replaced.
+        refuse_infinite: whether an export is refused if a value in the files is infinite or no number, as
+            70000 is in float16. Else an export with a `dtype` warns of it, and names the tensors.
 
     Example:
         >>> import torch
         >>> from torch_dcp_backport import hf
         >>> hf.Export(dtype=torch.bfloat16, overwrite=True)
-        Export(dtype=torch.bfloat16, file_bytes=5000000000, overwrite=True)
+        Export(dtype=torch.bfloat16, file_bytes=5000000000, overwrite=True, refuse_infinite=False)
     """
 
     dtype: Optional[torch.dtype] = None
     file_bytes: int = 5 * 10**9
     overwrite: bool = False
+    refuse_infinite: bool = False
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the values that are written are looked at."""
+        return self.dtype is not None or self.refuse_infinite
 
 
 @dataclass(frozen=True)
@@ -178,8 +193,10 @@ def export(call: Call, agreement: Agreement, share: Share, target: ExportTarget)
     def bring(window: Window, write: Memory) -> None:
         bring_window(call, agreement, share, window, write)
 
-    def fill(draft: Optional[ExportDraft]) -> None:
+    def fill(draft: Optional[ExportDraft]) -> set[str]:
         with sharing(call, draft, share.tensors, target.how.file_bytes, target.shapes) as (files, writers):
+            if files is not None:
+                files.is_watching = target.how.is_watching
             deal = Deal(share, writers)
             write_own(call, files, share, deal)
             _stream(call, share.tensors, bring, draft, deal.rest)
@@ -188,6 +205,7 @@ def export(call: Call, agreement: Agreement, share: Share, target: ExportTarget)
                 with call.guard(str(target.folder)):
                     # Each writer waits for its share of the files, at the same time as the others.
                     files.sync(place, len(writers))
+            return set() if files is None else files.not_finite
 
     saved = published(call, share.tensors, fill, target)
     call.tally.tensors = len(share.parts)
@@ -200,19 +218,27 @@ def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, tar
 
     Disk and network work at the same time: while a buffer is written, the next is filled.
     """
-    return published(call, tensors, lambda draft: _stream(call, tensors, bring, draft), target)
+
+    def fill(draft: Optional[ExportDraft]) -> set[str]:
+        if draft is not None:
+            draft.files.is_watching = target.how.is_watching
+        _stream(call, tensors, bring, draft)
+        return set() if draft is None else draft.files.not_finite
+
+    return published(call, tensors, fill, target)
 
 
 def published(
     call: Call,
     tensors: Mapping[str, TensorInfo],
-    fill: Callable[[Optional[ExportDraft]], None],
+    fill: Callable[[Optional[ExportDraft]], Collection[str]],
     target: ExportTarget,
 ) -> Saved:
     """Make the files of an export, let all ranks fill them, and publish all of them or none.
 
     Args:
-        fill: called on every rank, with the draft on the first rank.
+        fill: called on every rank, with the draft on the first rank; returns HF keys of tensors that this
+            rank has written with values that are not finite.
 
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
@@ -234,8 +260,10 @@ def published(
     removed: list[str] = []
     with discarding(draft):
         call.settle()
-        fill(draft)
+        not_finite = fill(draft)
         call.settle()
+        if how.is_watching:
+            _judge_values(call, not_finite, how)
         if draft is not None:
             with call.guard(str(folder)):
                 draft.sync()
@@ -253,6 +281,24 @@ def published(
         call.problems += late
         call.settle(HALF)
     return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
+
+
+def _judge_values(call: Call, not_finite: Collection[str], how: Export) -> None:
+    """Refuse an export with values that are not finite on any rank, or warn of it. Collective."""
+    by_rank = meet(call, Topic("looking at what was written", NOTHING_NEW), sorted(not_finite) or None)
+    keys = sorted({key for own in by_rank.values() for key in own or ()})
+    if not keys:
+        return
+    what = f"{len(keys)} tensor(s) with values that are infinite or no numbers"
+    if how.dtype is not None:
+        what += f" in {how.dtype}"
+    named = ", ".join(keys[:SHOWN]) + (", ..." if len(keys) > SHOWN else "")
+    if how.refuse_infinite:
+        if call.is_first:
+            call.problems.append(Problem(what, named))
+        call.settle()
+    elif call.is_first:
+        logger.warning("the export has %s: %s", what, named)
 
 
 def _stream(

@@ -94,7 +94,15 @@ def parsed(text: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise FormatError("a header that is no JSON object")
     header.pop(METADATA, None)
+    for name in header:
+        if encodable(name) != name:
+            raise FormatError(f"a name with half of a character (a surrogate): {encodable(name)}")
     return header
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 has: halves of characters, which messages cannot carry, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def entry_of(name: str, value: Any, begin: int) -> FileEntry:

@@ -16,6 +16,7 @@ import torch
 
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.classes import Origin
+from torch_dcp_backport.hf._src.dequantised import as_held
 from torch_dcp_backport.hf._src.source import Source, copied_of, digest_of, source_of
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo, intersection, part_of
 
@@ -62,6 +63,7 @@ def opened(
     held = classes.tensors_in(model) if held is None else held
     if source.absent or source.problems or not hasattr(model, "base_model_prefix"):
         return source
+    source = as_held(source, {**dict.fromkeys(held), **{key: p.dtype for key, p in model.named_parameters()}})
     if all(name in source.tensors and source.tensors[name].shape == shape for name, shape in held.items()):
         return source
     routes = classes.reading(model, source.tensors, held).routes
@@ -97,6 +99,28 @@ def viewed(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Source:
         shapes: key -> shape. A tensor that has another number of elements keeps its shape.
     """
     return Viewed(source, shapes)
+
+
+class Transpose(NamedTuple):
+    """The exchange of two dimensions, under the names of transformers' operation."""
+
+    dim0: int
+    dim1: int
+    check_dims: bool = False
+
+
+def turned(source: Source, keys: AbstractSet[str], dims: tuple[int, int]) -> Source:
+    """Return a source in which some tensors have two of their dimensions exchanged.
+
+    Args:
+        keys: of the tensors that are turned; others stay as they are.
+        dims: the two dimensions.
+    """
+    step = Transpose(*dims)
+    return Mapped(
+        source,
+        {key: Origin(((key,),), (step,) if key in keys else ()) for key in source.tensors},
+    )
 
 
 class Viewed:

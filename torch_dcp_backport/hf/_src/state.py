@@ -21,6 +21,7 @@ from torch_dcp_backport.hf._src.apart import taken_apart
 from torch_dcp_backport.hf._src.blocks import Part, Share, gaps
 from torch_dcp_backport.hf._src.companions import ADAPTER_CONFIG
 from torch_dcp_backport.hf._src.comparing import differ, equal_in
+from torch_dcp_backport.hf._src.dequantised import as_held, quantisation_of
 from torch_dcp_backport.hf._src.export import (
     Examined,
     Export,
@@ -37,10 +38,10 @@ from torch_dcp_backport.hf._src.export import (
 )
 from torch_dcp_backport.hf._src.files import ADAPTER_FILES
 from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
-from torch_dcp_backport.hf._src.format import CODES, is_plain
+from torch_dcp_backport.hf._src.format import CODES, encodable, is_plain
 from torch_dcp_backport.hf._src.moving import bring_window
 from torch_dcp_backport.hf._src.sight import look
-from torch_dcp_backport.hf._src.source import Source, source_of
+from torch_dcp_backport.hf._src.source import CONFIG, Source, source_of
 from torch_dcp_backport.transfer import (
     SHOWN,
     Agreement,
@@ -347,8 +348,9 @@ def load_state_dict(
         True
     """
     with Call(LOAD, "fill", groups_of(process_group)) as call:
-        source = call.attempt(source_of, folder)
         held = held_of(call, state_dict, is_written=True)
+        dtypes = {key: part.info.dtype for key, part in held.items()}
+        source = call.attempt(lambda: as_held(source_of(folder), dtypes))
         sight = look(call, source, files)
         held, tied = agree_on_names(call, held)
         agreement = agree_on_state(call, held, {})
@@ -369,6 +371,11 @@ def load_state_dict(
                 for key in present[1:]:
                     call.problems += other_values(call, sight.source, key, present[0])
             filled.update(dict.fromkeys(keys, present[0] if present else ""))
+        if call.problems and call.is_first and sight.source is not None:
+            method = quantisation_of(sight.source.config)
+            if method:
+                what = "quantised weights, of which those in fp8 in blocks alone are read as they were"
+                call.problems.append(Problem(what, CONFIG, method))
         tensors = {key: sight.tensors[key] for key in held if filled[key] == key}
         share = share_of(call, held, tensors)
         call.settle()
@@ -389,7 +396,7 @@ def held_of(
     held = {}
     with call.guard("state_dict"):
         for key, value in state_dict.items():
-            with call.guard(str(key)):
+            with call.guard(encodable(str(key))):
                 held[key] = part_held(key, value, is_written)
     return held
 
@@ -403,6 +410,8 @@ def part_held(key: object, value: object, is_written: bool) -> HeldPart:
     """
     if not isinstance(key, str):
         raise TypeError(f"a key that is a {type(key).__name__}, and no text")
+    if encodable(key) != key:
+        raise ValueError("a name with half of a character (a surrogate), which no file can have")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a {type(value).__name__}, where a tensor is needed")
     held = unchecked(value)

@@ -20,7 +20,7 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf._src.blocks import Part
-from torch_dcp_backport.hf._src.format import FileEntry, make_header, nbytes_of
+from torch_dcp_backport.hf._src.format import FileEntry, is_plain, make_header, nbytes_of
 from torch_dcp_backport.hf._src.source import SINGLE
 from torch_dcp_backport.publish import disk, drafts
 from torch_dcp_backport.transfer import Box, Piece, TensorInfo, as_bytes, is_dense, part_of
@@ -97,6 +97,10 @@ class Files:
             self.headers[name] = header, size
             self.places.update((key, (name, entry)) for key, entry in entries.items())
         self._open: dict[str, int] = {}
+        #: Whether written values are looked at.
+        self.is_watching = False
+        #: HF keys of tensors with written values that are not finite, of those that this process has seen.
+        self.not_finite: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -162,6 +166,8 @@ class Files:
         """
         name, entry = self.places[key]
         file, (shape, dtype) = self._open[name], entry.info
+        if self.is_watching and is_plain(dtype) and not is_finite(data, dtype):
+            self.not_finite.add(key)
         length = run_of(box, shape) * dtype.itemsize
         places = [entry.start + start * dtype.itemsize for start in starts_of(box, shape)]
         for number, place in enumerate(places):
@@ -187,6 +193,13 @@ class Files:
         with contextlib.ExitStack() as files:
             while self._open:
                 files.callback(disk.close_own, self._open.popitem()[1])
+
+
+def is_finite(data: memoryview, dtype: torch.dtype) -> bool:
+    """Return whether all of a buffer's values are numbers, and none is infinite."""
+    if not len(data):
+        return True
+    return all(map(math.isfinite, torch.aminmax(torch.frombuffer(data, dtype=dtype))))
 
 
 def run_of(box: Box, shape: tuple[int, ...]) -> int:

@@ -23,8 +23,18 @@ from torch_dcp_backport.hf import (
     examined,
     exported,
 )
+from torch_dcp_backport.megatron._src import computing
 from torch_dcp_backport.megatron._src.cuts import Holding
-from torch_dcp_backport.megatron._src.model import Layers, Local, Models, Parallel, Stand, describe
+from torch_dcp_backport.megatron._src.model import (
+    Layers,
+    Local,
+    Models,
+    Parallel,
+    Stand,
+    chunks_of,
+    describe,
+    unwrapped,
+)
 from torch_dcp_backport.megatron._src.names import EMBED, HEAD, VALUE_HEADS
 from torch_dcp_backport.megatron._src.plan import (
     COPIED,
@@ -65,6 +75,8 @@ class GivenModules(NamedTuple):
     models: Models
     parallel: Optional[Parallel] = None
     layers: Optional[Layers] = None
+    #: Whether a model that computes otherwise than config.json says is warned of.
+    compares: bool = True
 
 
 class Agreed(NamedTuple):
@@ -169,8 +181,26 @@ def _describe_to_all(
         given,
         shape,
     )
+    said = config if isinstance(config, Attempt) else Attempt(config)
+    call.attempt(lambda own, numbers, values: _compare(call, own, numbers, values), given, shape, said)
     agreement = call.agree(terms=call.attempt(_terms_of, local, shape, options))
     return local.value, shape.value, agreement
+
+
+def _compare(call: Call, given: GivenModules, shape: Shape, config: Mapping[str, object]) -> None:
+    """Compare the models' own configurations with config.json: problems of the call, or one warning."""
+    others: dict[str, None] = {}
+    for model in chunks_of(given.models):
+        module, style = unwrapped(call, model)
+        if style.name == "mcore":
+            call.problems += computing.misplaced(module, shape)
+            others.update(dict.fromkeys(computing.computed_otherwise(module, shape, config)))
+    if others and given.compares:
+        call.warn_once(
+            logger,
+            f"the model computes otherwise than {CONFIG} says, so its outputs are not those of the files' "
+            f"model: {'; '.join(others)}. compare=False would not say it",
+        )
 
 
 def _terms_of(local: Local, shape: Shape, options: Mapping[str, object]) -> Terms:

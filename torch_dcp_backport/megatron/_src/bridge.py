@@ -30,6 +30,7 @@ from torch_dcp_backport.hf import (
     renamed,
     source_of,
     target_of,
+    turned,
     viewed,
     with_prefix,
 )
@@ -37,6 +38,7 @@ from torch_dcp_backport.megatron._src.agreed import Agreed, GivenModules, agree_
 from torch_dcp_backport.megatron._src.model import Layers, Models, Parallel
 from torch_dcp_backport.megatron._src.names import EMBED, HEAD
 from torch_dcp_backport.megatron._src.shape import shape_of
+from torch_dcp_backport.megatron.families.qwen import TURNED_BY_5
 from torch_dcp_backport.megatron.families.towers import OLD_HEAD, TOWERS, text_of
 from torch_dcp_backport.transfer import Attempt, Call, groups_of, part_of, whole
 
@@ -73,6 +75,7 @@ def load_hf(
     layers: Optional[Layers] = None,
     value_head: bool = False,
     files: str = "auto",
+    compare: bool = True,
 ) -> Loaded:
     """Fill a Megatron model of a family that has a table from Hugging Face files, in place.
 
@@ -89,6 +92,9 @@ def load_hf(
             (verl's); see `stages`.
         value_head: whether the last stage has a head of one row; the files need not have it.
         files: "shared" (every rank reads), "rank0" (the first reads for all), or "auto": as they are seen.
+        compare: whether to warn, once, of what the model's TransformerConfig computes otherwise than
+            config.json says (a rotary base, an epsilon, ...). What decides where a row goes (heads, groups,
+            sizes) is always an error.
 
     Returns:
         The tensors that this rank filled, those of the files that were left, and the bytes that it read.
@@ -133,7 +139,8 @@ def load_hf(
         >>> loaded.padded
         {'embedding.word_embeddings.weight': 2}
     """
-    return load(lambda: (source_of(folder), GivenModules(models, parallel, layers)), value_head, files)
+    given = GivenModules(models, parallel, layers, compare)
+    return load(lambda: (source_of(folder), given), value_head, files)
 
 
 def load(ask: Callable[[], tuple[Source, GivenModules]], value_head: bool, files: str = "auto") -> Loaded:
@@ -177,6 +184,8 @@ def as_in_table(source: Source) -> Source:
     except ValueError:
         # The ranks hear of it when they agree.
         return source
+    if shape.kind in TURNED_BY_5:
+        source = turned(source, shape.turned(source.tensors), (1, 2))
     folded = shape.folded(source.tensors)
     # Of another shape, the same number of elements is another order: transformers 5 turns experts of some.
     shapes = {key: shape.hf_shape(key) for key in folded if folded[key] == source.tensors[key].shape}
@@ -212,6 +221,7 @@ def save_hf(
     parallel: Optional[Parallel] = None,
     layers: Optional[Layers] = None,
     how: Optional[Export] = None,
+    compare: bool = True,
 ) -> Saved:
     """Write a Megatron model as a folder that `from_pretrained` opens.
 
@@ -227,6 +237,7 @@ def save_hf(
         parallel: this rank's place in its TP group; None asks megatron-core.
         layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+        compare: as of `load_hf`.
 
     Returns:
         The keys that were written, and the bytes of their tensors.
@@ -277,7 +288,11 @@ def save_hf(
             config = json.loads(target.companions[CONFIG])
         config = call.publish({CONFIG: config})[CONFIG]
         agreed = agree_on_save(
-            call, Attempt(GivenModules(models, parallel, layers)), config, Attempt(target.how), target
+            call,
+            Attempt(GivenModules(models, parallel, layers, compare)),
+            config,
+            Attempt(target.how),
+            target,
         )
         assert agreed.target is not None, "it was handed in"
         return export(call, agreed.agreement, agreed.share, agreed.target)
@@ -290,6 +305,7 @@ def gather_hf(
     parallel: Optional[Parallel] = None,
     layers: Optional[Layers] = None,
     dtype: Optional[torch.dtype] = None,
+    compare: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Return the full model as HF tensors on the first rank's host; an empty dict on every other rank.
 
@@ -301,6 +317,7 @@ def gather_hf(
         parallel: this rank's place in its TP group; None asks megatron-core.
         layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them.
         dtype: the dtype that floating-point parameters are cast to; None keeps theirs.
+        compare: as of `load_hf`.
 
     Returns:
         HF key -> full tensor on the CPU.
@@ -339,7 +356,7 @@ def gather_hf(
         >>> tensors["model.layers.0.mlp.gate_proj.weight"].shape
         torch.Size([8, 4])
     """
-    return gather(lambda: (as_config(config), GivenModules(models, parallel, layers)), dtype)
+    return gather(lambda: (as_config(config), GivenModules(models, parallel, layers, compare)), dtype)
 
 
 def gather(

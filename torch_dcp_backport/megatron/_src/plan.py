@@ -207,7 +207,12 @@ def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, 
     unheld = [key for key in tensors if key not in plan.blocks and key not in left]
     for name, keys in by_layer(unheld, plan.blocks).items():
         got = f"{tensors[name].shape}" if name in tensors else f"{len(keys)} tensors"
-        plan.problems.append(Problem("in the files, and held by no rank", name, got))
+        what, expected = "in the files, and held by no rank", ""
+        predicted = plan.shape.family.formulas.get("predicted", "").partition(" or ")[0]
+        if predicted and layer_number(keys[0]) >= plan.shape.layers + plan.shape.predicted:
+            says = f"as {predicted}={plan.shape.predicted} of config.json says"
+            expected = f"no layers behind {plan.shape.layers + plan.shape.predicted}, {says}"
+        plan.problems.append(Problem(what, name, got, expected))
     return left
 
 

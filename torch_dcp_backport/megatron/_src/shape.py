@@ -25,7 +25,7 @@ from torch_dcp_backport.megatron.families.table import (
     units_of,
 )
 from torch_dcp_backport.megatron.families.towers import text_of
-from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer import Problem, TensorInfo
 
 #: The number of an expert in a key.
 EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -142,6 +142,24 @@ class Shape:
                 folded[key] = tuple(math.prod(next(sizes) for _ in range(fold)) for fold in tensor.folds)
         return folded
 
+    def turned(self, tensors: Mapping[str, TensorInfo]) -> set[str]:
+        """Return the keys of packed tensors of layers whose files have an expert's two dimensions exchanged.
+
+        One of a layer's two tensors tells it where the other one is square.
+        """
+        known, layers = _tensors(self.family), dict[str, list[str]]()
+        told: set[str] = set()
+        for key, info in tensors.items():
+            layer = LAYER.match(key)
+            tensor = known.get(key[layer.end() :]) if layer else None
+            if layer is None or tensor is None or not tensor.is_packed or len(info.shape) != 3:
+                continue
+            layers.setdefault(layer[0], []).append(key)
+            count, first, second = self.folded([key]).get(key, self.hf_shape(key))
+            if info.shape == (count, second, first) and first != second:
+                told.add(layer[0])
+        return {key for layer in told for key in layers[layer]}
+
     def order(self, key: str) -> tuple[int, int, int, str]:
         """Return a key's place in an export, for sorting: embedding, layers, norm, heads."""
         layer = LAYER.match(key)
@@ -208,7 +226,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     check_quantisation(config)
     formulas = family.formulas
     # Without experts transformers makes every layer a dense one, whatever the other numbers are.
-    is_dense = "experts" in formulas and config.get(formulas["experts"]) == 0
+    is_dense = any(config.get(key) == 0 for key in formulas.get("experts", "").split(" or "))
     numbers = {
         name: 0 if is_dense and name in OF_EXPERTS else number_of(formula, config)
         for name, formula in formulas.items()

@@ -65,7 +65,11 @@ class Naming(NamedTuple):
         """Return the slot of a layer's tensor; `rest` is its name in the layer."""
         lead, extents = ((), ()) if expert is None else ((expert,), (shape.experts,))
         if layer >= shape.layers:
-            is_beside = any(rest in row.names for row in shape.family.prediction)
+            # Beside its weight, a module of TransformerEngine has a state.
+            module = rest.rpartition(".")[0]
+            is_beside = any(
+                name.rpartition(".")[0] == module for row in shape.family.prediction for name in row.names
+            )
             path = f"{MTP_LAYERS}{layer - shape.layers}.{'' if is_beside else 'transformer_layer.'}"
             return Slot(f"{self.prefix}{path}{rest}", lead, extents)
         if self.is_flat:

@@ -91,7 +91,7 @@ DEEPSEEK_V3 = Family(
         "nope": "qk_nope_head_dim",
         "rope": "qk_rope_head_dim",
         "v_dim": "v_head_dim",
-        "experts": "n_routed_experts",
+        "experts": "n_routed_experts or num_local_experts",
         "expert_rows": "moe_intermediate_size",
         "shared_rows": "moe_intermediate_size*n_shared_experts or 0",
         "predicted": "num_nextn_predict_layers or 0",

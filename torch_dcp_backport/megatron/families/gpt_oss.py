@@ -21,7 +21,7 @@ GPT_OSS = Family(
         row("linear_fc2.bias", "whole", "mlp.experts.down_proj_bias: experts, hidden"),
     ),
     numbers={
-        "experts": "num_local_experts",
+        "experts": "num_local_experts or num_experts",
         "expert_rows": "intermediate_size",
         "head_dim": "head_dim or 64",
         "kv_heads": "num_key_value_heads or 8",

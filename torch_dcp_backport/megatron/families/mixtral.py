@@ -20,5 +20,5 @@ MIXTRAL = Family(
         ),
         row("linear_fc2.weight", "columns", "block_sparse_moe.experts.{}.w2.weight: hidden, expert_rows"),
     ),
-    numbers={"experts": "num_local_experts", "expert_rows": "intermediate_size"},
+    numbers={"experts": "num_local_experts or num_experts", "expert_rows": "intermediate_size"},
 )

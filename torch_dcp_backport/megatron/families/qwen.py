@@ -39,7 +39,7 @@ SHARED = (
         when="sparse shared_rows",
     ),
 )
-SPARSE = {"experts": "num_experts", "expert_rows": "moe_intermediate_size"}
+SPARSE = {"experts": "num_experts or num_local_experts", "expert_rows": "moe_intermediate_size"}
 #: The layers that are dense, and those that only every so many layers are sparse.
 STEPS = ("mlp_only_layers", "decoder_sparse_step")
 
@@ -83,6 +83,8 @@ QWEN3_VL_MOE_TEXT = Family(
     flags={"attention_bias": False},
     dense=STEPS,
 )
+#: The families of whose packed experts transformers 5 writes both dimensions exchanged.
+TURNED_BY_5 = QWEN3_VL_MOE_TEXT.kinds
 QWEN3_MOE = Family(
     kinds=("qwen3_moe",),
     rows=(*OF_QWEN3, DENSE_NORM, GATE_UP, DOWN, SPARSE_NORM, ROUTER),
