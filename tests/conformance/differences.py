@@ -108,7 +108,16 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
-        "a parameter saved without a state starts from nothing; torch fails, or waits",
+        "a part of a parameter's states is an error; torch mixes it with what was there, or trains without",
+        tuple(
+            f"set optimizer, other keys/load_part no {part} of one parameter * {options}"
+            for part in ("step", "moment")
+            for options in ("-", FULL, BROADCAST)
+        ),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "a parameter whose state a get leaves out starts from nothing; torch fails, or waits",
         ("partly used/set_partly_used *",),
         "0006-optimizer-load-fails-or-loses-values",
     ),

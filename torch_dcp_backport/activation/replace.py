@@ -204,19 +204,32 @@ class Replacement:
         self.swaps = plan.swaps
         self.early = early
         self._all = [*plan.swaps, *plan.attributes, *early.swaps]
-        self._labels: list[tuple[type, str, str]] = []  # our classes, with their own module and name
+        # Our classes and functions, with their own module and name.
+        self._labels: list[tuple[type | FunctionType, str, str]] = []
 
     def write(self) -> None:
         try:
             turn([(swap.holder(), swap.key, swap.stock, swap.ours) for swap in self._all])
-            for swap in self.swaps:
-                # Pickle looks a class up by module and name. Functions keep theirs: tracebacks stay honest.
-                if isinstance(swap.ours, type) and swap.ours is not swap.stock:
-                    self._labels.append((swap.ours, swap.ours.__module__, swap.ours.__qualname__))
-                    _label(swap.ours, swap.module, swap.name)
+            self._label_as_torchs()
         except BaseException:
             self.undo()
             raise
+
+    def _label_as_torchs(self) -> None:
+        """Give our classes and functions the module and name of torch's.
+
+        Pickle and cloudpickle look both up by these: the process that loads them may not have this package.
+        Tracebacks go by the code, whose file and lines stay ours.
+        """
+        labelled: set[int] = set()
+        for swap in self.swaps:
+            ours = swap.ours
+            # An object that is torch's under several names has the first, its home.
+            if ours is swap.stock or id(ours) in labelled or not isinstance(ours, (type, FunctionType)):
+                continue
+            labelled.add(id(ours))
+            self._labels.append((ours, ours.__module__, ours.__qualname__))
+            _label(ours, swap.module, swap.name)
 
     def extend(self, early: Early) -> None:
         """Write bindings that were made while the others were written."""
@@ -260,6 +273,6 @@ class Replacement:
         return tuple(sorted({record for records in used for record in records}))
 
 
-def _label(cls: type, module: str, qualname: str) -> None:
-    if (cls.__module__, cls.__qualname__) != (module, qualname):
-        cls.__module__, cls.__qualname__ = module, qualname
+def _label(ours: type | FunctionType, module: str, qualname: str) -> None:
+    if (ours.__module__, ours.__qualname__) != (module, qualname):
+        ours.__module__, ours.__qualname__ = module, qualname

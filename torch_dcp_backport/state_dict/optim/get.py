@@ -33,7 +33,8 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
     for optim in optimizers:
         init_optim_state(optim)
         if info.fsdp_modules:
-            named = fsdp1.named_state(model, optim, info)
+            state = with_first_states(optim, original_method(optim, "state_dict")())
+            named = fsdp1.named_state(model, optim, state, info)
         else:
             named = with_first_states(optim, named_state(params, optim))
         if named:
@@ -96,25 +97,26 @@ def laid_as(param: Optional[torch.Tensor], states: Any) -> Any:
     }
 
 
-def with_first_states(optim: Optimizer, named: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with first states for parameters that never had a gradient.
+def with_first_states(optim: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict, by FQN or number, with first states for parameters that never had a gradient.
 
     A reader finds the same keys then, whichever parameters were used so far. Only where these states train
     as none would; the optimizer does not get them.
     """
     kind = kind_of(optim)
     if kind is None or not kind.neutral:
-        return named
-    params = params_by_fqn(optim, named)
-    bare = {param for fqn, param in params.items() if not named[STATE].get(fqn)}
+        return state
+    params = params_by_fqn(optim, state)
+    # FSDP1's parameters of other ranks are empty on this one, used or not.
+    bare = {param for fqn, param in params.items() if not state[STATE].get(fqn) and param.numel()}
     first = first_states(optim, bare) if bare else {}
     if not first:
-        return named
-    states = dict(named[STATE])
+        return state
+    states = dict(state[STATE])
     # In the order of the parameters: on another rank others may be without.
     ordered: dict[str, Any] = {}
     for fqn, param in params.items():
         saved = states.pop(fqn, None)
         if param in first or saved is not None:
             ordered[fqn] = first.get(param, saved)
-    return {**named, STATE: {**ordered, **states}}
+    return {**state, STATE: {**ordered, **states}}
