@@ -95,8 +95,8 @@ def decide(facts: Facts) -> Decision:
     if release > FIXED_IN or (release == FIXED_IN and not preview):
         return decision("not-needed", f"torch {text} has the fix")
     needed = f"torch {text} lacks what torch {fixed_in} fixed in {STATE_DICT}"
-    # Nightly and vendor builds are cut on any day: some of 2.7.0a0 lack the fix, some of 2.6.0a0 may have it. And
-    # a vendor may have taken the fix into a build with a plain version (2.6.0+fb).
+    # Nightly and vendor builds are cut on any day: some of 2.7.0a0 lack the fix, some of 2.6.0a0 may have it.
+    # And a vendor may have taken the fix into a build with a plain version (2.6.0+fb).
     probed = facts.probe()
     if probed == FIXED:
         build = "a pre-release or vendor build" if preview else "a build of a vendor"
