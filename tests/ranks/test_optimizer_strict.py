@@ -251,3 +251,43 @@ def test_numbered_states(api: Any, way: str) -> None:
     text = error_of(api, model, fresh, state if way != "rank0" or dist.get_rank() == 0 else {}, way)
     check_named(text, ((("0.weight", "exp_avg"),) if way != "sharded" else (("0", "exp_avg"),)))
     assert not fresh.state
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(world=2)
+def test_an_optimizer_that_was_made_before_fully_shard(api: Any, way: str, stepped: bool) -> None:
+    """The error says which parameter has taken the place of the optimizer's, and what to do."""
+    model = wrapped("fsdp2")
+    good = torch.optim.Adam(model.parameters())
+    step(model, good)
+    state = saved(api, model, good, way)
+    params = [nn.Parameter(torch.zeros(param.shape)) for param in model.parameters()]
+    early = torch.optim.Adam(params)
+    if stepped:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        early.step()
+    before = held(early)
+    calls = (lambda: saved(api, model, early, way), lambda: load(api, model, early, state, way))
+    for call in calls:
+        with pytest.raises((KeyError, RuntimeError)) as raised:
+            call()
+        text = str(raised.value)
+        assert "parameter 0 of Adam, of shape (32, 8), is not a parameter of the model" in text
+        assert "'embed.weight' has this shape" in text
+        assert "make the optimizer after them" in text
+    assert held(early) == before
+
+
+@on_ranks(world=2)
+def test_an_optimizer_that_was_made_before_fsdp1(api: Any) -> None:
+    net = nn.Linear(4, 4)
+    early = torch.optim.Adam([nn.Parameter(torch.zeros(4, 4))])
+    model = FSDP1(net, device_id=torch.device("cpu"))
+    for options in (api.StateDictOptions(), api.StateDictOptions(full_state_dict=True)):
+        with pytest.raises(KeyError, match="make the optimizer after them"):
+            api.get_optimizer_state_dict(model, early, options=options)
+        state = {"state": {}, "param_groups": [{"params": ["weight"], "lr": 0.5}]}
+        with pytest.raises(RuntimeError, match="make the optimizer after them"):
+            api.set_optimizer_state_dict(model, early, state, options=options)

@@ -199,8 +199,8 @@ def load_shards(outline: Outline, state_dict: Mapping[str, Any]) -> _Incompatibl
         loaded._metadata = renamed_metadata(metadata, outline.places)  # type: ignore[attr-defined]
     if all(fqn == load_key for fqn, load_key in load_keys.items()):
         return call_load_state_dict(outline.model, loaded, outline.info)
-    # torch's words have the names of wrappers (DDP's "module."): where its code would judge the keys, they are
-    # judged here, as those of a full state dict are.
+    # torch's words have the names of wrappers (DDP's "module."): what its code would judge is judged here, as
+    # keys of a full state dict are.
     judged_here = outline.info.strict and outline.loads_as_torch
     strict = outline.info.strict and not judged_here
     result = call_load_state_dict(outline.model, loaded, outline.info, strict=strict)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, named_params
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, check_params, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -59,6 +59,7 @@ def unflatten_optim_state(
         KeyError: a group's value that is not there.
     """
     optim = beginning.optim
+    check_params(optim, info.fqn_param_mapping)
     flat = FlatDict(state_dict)
     absent = AbsentStates(beginning, info.strict, bool(flat.below(STATE)))
     state: dict[str, Any] = {}

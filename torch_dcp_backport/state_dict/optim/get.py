@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.collect import full_or_cpu
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, renamed_params
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, check_params, renamed_params
 from torch_dcp_backport.state_dict.fqn import ModelNames
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of, params_of
@@ -30,6 +30,8 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
         return {}
     result: dict[str, Any] = {STATE: {}, GROUPS: []}
     params = Params(model)
+    for optim in optimizers:
+        check_params(optim, info.fqn_param_mapping)
     for optim in optimizers:
         init_optim_state(optim)
         if info.fsdp_modules:
@@ -64,7 +66,8 @@ def named_state(params: Params, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
     state = original_method(optim, "state_dict")()
     numbered = dict(enumerate(params_of(optim)))
-    fqns = {number: params.fqns[param] for number, param in numbered.items() if param in params.fqns}
+    check_params(optim, params.fqns)
+    fqns = {number: params.fqns[param] for number, param in numbered.items()}
     for number in (*state[STATE], *(number for group in state[GROUPS] for number in group[PARAMS])):
         if number not in fqns:
             raise KeyError(f"parameter {number} of {type(optim).__name__} is not a parameter of the model")

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, named_params
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, check_params, is_numbered, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates
 from torch_dcp_backport.state_dict.optim.flat import same
 from torch_dcp_backport.state_dict.optim.initial import Beginning
@@ -37,6 +37,7 @@ def split_optim_state(
     if is_numbered(loaded):
         check_numbered(beginning, loaded, info.strict)
         return dict(loaded)
+    check_params(optim, info.fqn_param_mapping)
     absent = AbsentStates(beginning, info.strict, bool(states), left_out)
     group_of = {fqn: number for number, group in enumerate(saved) for fqn in group[PARAMS]}
     empty = [number for number, group in enumerate(saved) if not group[PARAMS]]
