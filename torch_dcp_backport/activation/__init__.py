@@ -40,7 +40,7 @@ def activate() -> Status:
         RuntimeError: strict, and it cannot be applied.
     """
     installer = _pending_or_applied() or _enter_gate()
-    if installer is not None and (installer.outcome == "pending" or installer.reloaded()):
+    if installer is not None and installer.has_work():
         installer.install()
     return current()
 
