@@ -20,7 +20,7 @@ PROGRAM = """
 import os
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-print(f"rank {os.environ['RANK']}: {set_model_state_dict.__module__}\\n", end="", flush=True)
+print(f"rank {os.environ['RANK']}: {set_model_state_dict.__globals__['__name__']}\\n", end="", flush=True)
 """
 
 

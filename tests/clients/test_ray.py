@@ -19,7 +19,7 @@ import os, ray
 @ray.remote
 def home():
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
-    return set_model_state_dict.__module__.partition(".")[0]
+    return set_model_state_dict.__globals__["__name__"].partition(".")[0]
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, {how})
 print("the worker has that of", ray.get(home.remote()))
 """

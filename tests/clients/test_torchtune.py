@@ -87,7 +87,7 @@ def bound(api: Any, order: str) -> tuple[bool, str, list[str]]:
     same = all(getattr(recipes, name) is getattr(api, name) for name in names)
     shim = sys.modules.get("torch_dcp_backport")
     late = [name for name in shim.status().late_bindings if name.startswith("torchtune")] if shim else []
-    return same, recipes.set_model_state_dict.__module__, late
+    return same, recipes.set_model_state_dict.__globals__["__name__"], late
 
 
 def test_what_it_binds_is_ours(in_every_order: Any) -> None:

@@ -360,7 +360,13 @@ def get_partly_initialised(api: Any, kind: str, options: dict[str, Any]) -> Any:
     return api.get_optimizer_state_dict(model, optim, options=api.StateDictOptions(**options))
 
 
-PARTS = ("no state of one parameter", "no state at all", "no step of one parameter", "unknown parameter")
+PARTS = (
+    "no state of one parameter",
+    "no state at all",
+    "no step of one parameter",
+    "unknown parameter",
+    "no moment of one parameter",
+)
 
 
 @scenario(
@@ -374,6 +380,9 @@ PARTS = ("no state of one parameter", "no state at all", "no step of one paramet
         )
     ],
 )
+@scenario(
+    "set optimizer, other keys", [{"part": PARTS[0], **row} for row in rows(("ddp", "fsdp1"), ({}, ALL))]
+)
 def load_part(api: Any, part: str, kind: str, options: dict[str, Any]) -> Any:
     model, optim = made(kind, "adam")
     get = {key: value for key, value in options.items() if key == "full_state_dict"}
@@ -382,8 +391,8 @@ def load_part(api: Any, part: str, kind: str, options: dict[str, Any]) -> Any:
         del state["state"]["head.weight"]
     elif part == PARTS[1]:
         state["state"].clear()
-    elif part == PARTS[2]:
-        del state["state"]["head.weight"]["step"]
+    elif part in (PARTS[2], PARTS[4]):
+        del state["state"]["head.weight"]["step" if part == PARTS[2] else "exp_avg"]
     else:
         state["state"]["nobody.weight"] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 2)}
         state["param_groups"][0]["params"].append("nobody.weight")

@@ -22,7 +22,12 @@ def home(name, module=B):
     found = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
-    return found.__module__.partition(".")[0]
+    return origin(found)
+def origin(found):
+    # The package that has the code; a label for pickle says torch of ours, too.
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    return getattr(found, "__globals__", {}).get("__name__", found.__module__).partition(".")[0]
 def served(targets):
     # Those that this torch has and that are replaced here, or would be.
     import torch

@@ -176,7 +176,7 @@ def test_run_is_python_with_the_fix(fresh: Fresh, tmp_path: Path) -> None:
 def test_run_activates_a_program_that_does_not_know_us(fresh: Fresh, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "from torch.distributed.checkpoint.state_dict import set_model_state_dict\n"
-        "import json, sys\nprint(json.dumps(set_model_state_dict.__module__.split('.')[0]))\n"
+        "import json, sys\nprint(json.dumps(set_model_state_dict.__globals__['__name__'].split('.')[0]))\n"
     )
     assert fresh("", *M, "run", "train.py").facts == ("torch_dcp_backport" if AFFECTED else "torch")
     assert fresh("", *M, "run", "train.py", switch="off").facts == "torch"

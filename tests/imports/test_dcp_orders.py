@@ -104,7 +104,7 @@ import torch_dcp_backport
 on = world()
 torch_dcp_backport.deactivate()
 stock = world()
-homes = sorted({value.__module__.partition(".")[0] for value in stock.values()})
+homes = sorted({origin(value) for value in stock.values()})
 off = save()
 os.remove("saved/.metadata")
 again = torch_dcp_backport.activate()

@@ -95,7 +95,7 @@ def test_deactivate_gives_torchs_own_back(fresh: Fresh) -> None:
         import torch_dcp_backport, torch.distributed.checkpoint.state_dict
         ours = FileSystem.create_stream
         torch_dcp_backport.deactivate()
-        tell(ours=ours.__module__, back=FileSystem.create_stream is stock)
+        tell(ours=ours.__wrapped__.__globals__["__name__"], back=FileSystem.create_stream is stock)
         """
     ).facts
     assert facts == {"ours": "torch_dcp_backport.dcp.remote", "back": True}

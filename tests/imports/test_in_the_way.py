@@ -316,3 +316,91 @@ def test_a_property_of_a_module_is_not_run(fresh: Fresh) -> None:
         """
     ).facts
     assert facts == {"outcome": "applied", "ran": 0}
+
+
+# Another tool's wrapper around one of torch's functions, before us.
+WRAPPERS = {
+    "functools": "theirs = functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs))",
+    "wrapt": "theirs = wrapt.FunctionWrapper(stock, lambda inner, _, args, more: inner(*args, **more))",
+    "mock": "theirs = mock.MagicMock(wraps=stock)",
+}
+WRAPPED = """
+import functools, wrapt
+from unittest import mock
+import torch
+from torch.distributed.checkpoint import default_planner
+stock = getattr({holder}, {name!r})
+{make}
+patch = mock.patch.object({holder}, {name!r}, theirs)
+patch.start()
+activate_ = activate
+found = caught(activate_)
+import torch_dcp_backport
+status = torch_dcp_backport.status()
+"""
+ALONE = {
+    "a public function": ("b", "set_model_state_dict"),
+    "a getter": ("b", "get_optimizer_state_dict"),
+    "a function of DCP": ("default_planner", "create_default_local_save_plan"),
+    "a method of DCP": ("writer", "write_data"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("what", ALONE)
+def test_a_function_that_another_tool_has_wrapped_is_left_out_and_told(
+    fresh: Fresh, what: str, wrapper: str
+) -> None:
+    holder, name = ALONE[what]
+    facts: Any = fresh(
+        ACTIVATE
+        + WRAPPED.format(holder=holder, name=name, make=WRAPPERS[wrapper])
+        + f"""
+kept = vars({holder})[{name!r}] is theirs
+model = torch.nn.Linear(2, 2)
+b.set_model_state_dict(model, b.get_model_state_dict(model), options=b.StateDictOptions(full_state_dict=True))
+first = [status.outcome, list(status.left_out), "left out" in str(status)]
+patch.stop()
+after = torch_dcp_backport.activate()
+ours = origin(getattr({holder}, {name!r}))
+torch_dcp_backport.deactivate()
+tell(found=found, kept=kept, first=first, after=[after.outcome, list(after.left_out), ours],
+     names=sum(len(names) for _, names in after.replaced) - sum(len(names) for _, names in status.replaced),
+     stock=getattr({holder}, {name!r}) is stock)
+"""
+    ).facts
+    outcome, (left_out,), shown = facts["first"]
+    assert (outcome, shown, facts["kept"]) == ("applied", True, True)
+    assert f"{name} (replaced by " in left_out
+    (warning,) = facts["found"]
+    assert warning[0] == "BackportWarning"
+    assert left_out in warning[1]
+    assert "activate()" in warning[1]
+    assert facts["after"] == ["applied", [], "torch_dcp_backport"]
+    assert (facts["names"], facts["stock"]) == (1, True)
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize("name", ["_load_model_state_dict", "_verify_options", "set_model_state_dict"])
+def test_a_wrapper_that_nothing_can_stand_beside_says_why(fresh: Fresh, name: str, switch: str) -> None:
+    """A function that others of the set call; if strict, every function. After its end all is replaced."""
+    if (name, switch) == ("set_model_state_dict", "auto"):
+        pytest.skip("it can be left out")
+    facts: Any = fresh(
+        ACTIVATE
+        + WRAPPED.format(holder="b", name=name, make=WRAPPERS["functools"]).replace(
+            "import torch_dcp_backport\nstatus = torch_dcp_backport.status()", ""
+        )
+        + """
+text = error or " ".join(text for _, text, _ in found)
+patch.stop()
+del stock, theirs
+import torch_dcp_backport
+after = torch_dcp_backport.activate()
+tell(text=text, after=[after.outcome, list(after.left_out), home(NAME)])
+""".replace("NAME", repr(name)),
+        switch=switch,
+    ).facts
+    assert f"{name} was already replaced by " in facts["text"]
+    assert ("other functions of the set need ours there" in facts["text"]) == (switch == "auto")
+    assert facts["after"] == ["applied", [], "torch_dcp_backport"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from interpreters import AFFECTED, ROOT, Fresh, own
+from interpreters import AFFECTED, Fresh, own
 
 PATCHED = "import torch_dcp_backport\n"
 
@@ -140,6 +141,76 @@ tell(dataclass=dataclasses.is_dataclass(b.StateDictOptions),
     assert (facts["replaced"], facts["repr"]) == ("Mine", "StateDictOptions")
 
 
+REPLACED = """
+import pickle
+import torch_dcp_backport, torch, torch.distributed.checkpoint.state_dict
+from torch_dcp_backport.activation.table import TABLE
+objects = {}
+for target in served(TABLE.targets):
+    found = sys.modules.get(target.module)
+    for part in target.name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) or type(found) is type(served):
+        objects[f"{target.module}.{target.name}"] = found
+"""
+
+
+@pytest.mark.skipif(not AFFECTED, reason="torch's own functions")
+@pytest.mark.parametrize("state", ["on", "off again"])
+def test_what_is_replaced_is_pickled_as_torchs(fresh: Fresh, state: str) -> None:
+    """A process that loads it need not have this package (a Ray driver, submitit)."""
+    pickled = fresh(
+        REPLACED
+        + f"""
+if {state!r} != "on":
+    torch_dcp_backport.deactivate()
+    # By name they are ours again.
+    tell(data={{}}, ours=torch_dcp_backport.state_dict.set_model_state_dict.__module__)
+else:
+    again = all(pickle.loads(pickle.dumps(found)) is found for found in objects.values())
+    tell(data={{name: pickle.dumps(found).hex() for name, found in objects.items()}}, again=again)
+"""
+    ).facts
+    if state != "on":
+        assert pickled["ours"] == "torch_dcp_backport.state_dict.api"
+        return
+    assert pickled["again"]
+    assert len(pickled["data"]) > 35
+    data = {name: bytes.fromhex(one) for name, one in pickled["data"].items()}
+    assert [name for name, one in data.items() if b"torch_dcp_backport" in one] == []
+    facts = fresh(
+        """
+import pickle
+sys.modules["torch_dcp_backport"] = None  # as where it is not installed
+import torch, torch.distributed.checkpoint.state_dict, torch.distributed.checkpoint.default_planner
+tell(homes=sorted({origin(pickle.loads(bytes.fromhex(one))) for one in json.loads(sys.argv[1])}))
+""",
+        json.dumps(list(pickled["data"].values())),
+    ).facts
+    assert facts == {"homes": ["torch"]}
+
+
+@pytest.mark.skipif(not AFFECTED, reason="torch's own functions")
+def test_tracebacks_of_replaced_functions_name_our_files(fresh: Fresh) -> None:
+    facts = fresh(
+        PATCHED
+        + """
+import traceback
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+import torch
+try:
+    set_model_state_dict(torch.nn.Linear(1, 1), {"other": torch.ones(1)})
+except RuntimeError as error:
+    frames = traceback.extract_tb(error.__traceback__)
+tell(file=frames[1].filename, name=frames[1].name, line=frames[1].line, label=set_model_state_dict.__module__)
+"""
+    ).facts
+    assert facts["file"].endswith("torch_dcp_backport/state_dict/api.py")
+    assert facts["name"] == "set_model_state_dict"
+    assert "load_model_state(" in facts["line"]
+    assert facts["label"] == "torch.distributed.checkpoint.state_dict"
+
+
 def test_functions_are_copied_by_reference(fresh: Fresh) -> None:
     facts: Any = fresh(
         PATCHED
@@ -162,33 +233,24 @@ tell(count=len(names), copied=all(copy.copy(f) is f and copy.deepcopy(f) is f fo
     }  # fmt: skip
 
 
-@pytest.mark.skipif(not AFFECTED, reason="torch's own functions")
-def test_a_function_that_is_sent_to_another_process_patches_it_too(fresh: Fresh) -> None:
-    """By torch's name it would be torch's own there, on one rank of several."""
+def test_a_function_that_is_sent_to_another_process_is_the_one_of_that_process(fresh: Fresh) -> None:
+    """Whether a process has the fix is decided by its own import, not by who sent it a function."""
     data = fresh(
         PATCHED
         + "import pickle, torch.distributed.checkpoint.state_dict as b\n"
         + "tell(data=pickle.dumps(b.set_model_state_dict).hex())"
     ).facts["data"]
-    facts = fresh(
-        """
-        import pickle, torch.distributed.checkpoint.state_dict as b
-        function = [pickle.loads(bytes.fromhex(sys.argv[1]))]
-        import torch_dcp_backport
-        tell(same=function[0] is b.set_model_state_dict, outcome=torch_dcp_backport.status().outcome)
-        """,
-        data,
-    ).facts
-    assert facts == {"same": True, "outcome": "applied"}
-    without = fresh(
-        f"""
-        import pickle
-        sys.path.remove({str(ROOT)!r})
-        pickle.loads(bytes.fromhex(sys.argv[1]))
-        """,
-        data,
-    )
-    assert without.err.splitlines()[-1] == "ModuleNotFoundError: No module named 'torch_dcp_backport'"
+    for line in ("", PATCHED):
+        facts = fresh(
+            line
+            + """
+import pickle, torch.distributed.checkpoint.state_dict as b
+function = pickle.loads(bytes.fromhex(sys.argv[1]))
+tell(same=function is b.set_model_state_dict, home=origin(function))
+""",
+            data,
+        ).facts
+        assert facts == {"same": True, "home": "torch_dcp_backport" if AFFECTED and line else "torch"}
 
 
 COMPILED = """

@@ -30,7 +30,7 @@ import torch_dcp_backport.state_dict as ours
 def facts():
     # No list of the functions stays behind: the next activation would find and report it.
     held = [(getattr(sys.modules[module], name), name) for module, name in bound]
-    homes = {value.__module__.partition(".")[0] for value, _ in held}
+    homes = {origin(value) for value, _ in held}
     return [all(value is getattr(ours, name) for value, name in held),
             all(value is getattr(sys.modules[A], name) for value, name in held), *homes]
 on = facts()

@@ -180,7 +180,7 @@ import torch_dcp_backport
 other_hook("torch")
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 torch_dcp_backport.activate()
-tell(home=set_model_state_dict.__module__.partition(".")[0])
+tell(home=origin(set_model_state_dict))
 """,
         switch=switch,
     )

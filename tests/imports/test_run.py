@@ -166,4 +166,4 @@ def test_sitecustomize_reaches_every_process(
 
 
 HOME = """from torch.distributed.checkpoint.state_dict import set_model_state_dict
-    print(set_model_state_dict.__module__.partition(".")[0], flush=True)"""
+    print(set_model_state_dict.__globals__["__name__"].partition(".")[0], flush=True)"""

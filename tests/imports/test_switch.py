@@ -242,6 +242,8 @@ FAKES = {
     "2.7.0a0+cafe.nv25.02": (STOCK_HELPER, "pending"),
     "2.7.0a0+cafe.nv25.03": (FIXED_HELPER, "not-needed"),
     "2.6.0": (None, "pending"),
+    "2.6.0+cu124": (STOCK_HELPER, "pending"),
+    "2.6.0+fb": (FIXED_HELPER, "not-needed"),
     "2.9.1": (None, "not-needed"),
     None: (None, "unsupported"),
 }

@@ -170,14 +170,11 @@ def test_going_back_to_where_parameters_were_not_used(api: Any, kind: str, wrapp
         assert mine == its or (kind in NEUTRAL and its is None and mine["step"] == frozen(torch.tensor(0.0)))
 
 
-@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
 @on_ranks(world=2)
-def test_a_dict_without_the_states_of_unused_parameters(
-    api: Any, wrapper: str, way: str, trained: bool
-) -> None:
-    """torch's own get leaves them out; `trained`: into an optimizer that has their states."""
+def test_a_dict_without_the_states_of_unused_parameters(api: Any, wrapper: str, way: str) -> None:
+    """torch's own get leaves them out, and its set refuses them: only `strict=False` takes them."""
     model, optim = part_used(wrapper, "Adam")
     state, want = saved(api, model, optim, way), held(optim)
     for key in list(state.get("state", state)):
@@ -186,21 +183,15 @@ def test_a_dict_without_the_states_of_unused_parameters(
             del state.get("state", state)[key]
     other = wrapped(wrapper, seed=1)
     fresh = optimizer_of(other, "Adam")
-    if trained:
-        step(other, fresh)
-        before = held(fresh)
-        with pytest.raises(
-            RuntimeError, match=r"Missing optimizer state for parameter '.*(even.weight|row)'"
-        ):
-            load(api, other, fresh, state, way)
-        assert held(fresh) == before
-        return
+    with pytest.raises(
+        RuntimeError, match=r"Missing optimizer state for parameter '.*row' \(and '.*even.weight'"
+    ):
+        load(api, other, fresh, state, way)
+    assert not fresh.state
     if way.startswith("full"):
         # As trainers get the form of what they read: it leaves states before the first step.
         api.get_optimizer_state_dict(other, fresh)
-    with heard() as lines:
-        load(api, other, fresh, state, way)
-    assert len(lines) == (0 if way.startswith("rank0") and dist.get_rank() else 1), lines
+    load(api, other, fresh, state, way, strict=False)
     assert held(fresh) == want
 
 

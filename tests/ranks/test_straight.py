@@ -306,3 +306,31 @@ def test_what_was_copied_is_reported(api: Any) -> None:
     report = transfer.last_report()
     assert report is not None
     assert (report.operation, report.tensors) == ("slice", len(model.state_dict()))
+
+
+#: Wrappers that put their own names before those of the model.
+PREFIXED: dict[str, Any] = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled ddp": lambda model: torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", PREFIXED)
+@pytest.mark.parametrize("full", [False, True])
+@on_ranks(world=1)
+def test_missing_keys_have_no_prefix_of_a_wrapper(api: Any, wrapper: str, full: bool) -> None:
+    """In the result and in the error, with whole tensors and with shards."""
+    model = PREFIXED[wrapper](nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    state = dict(api.get_model_state_dict(model))
+    del state["0.weight"]
+    state["abc"] = torch.zeros(1)
+    loose = api.StateDictOptions(full_state_dict=full, strict=False)
+    keys = api.set_model_state_dict(model, dict(state), options=loose)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["0.weight"], ["abc"])
+    with pytest.raises(RuntimeError) as raised:
+        api.set_model_state_dict(model, dict(state), options=api.StateDictOptions(full_state_dict=full))
+    text = str(raised.value)
+    assert "module." not in text
+    assert "_orig_mod" not in text
+    assert all(word in text for word in ("Missing key(s)", "0.weight", "Unexpected key(s)", "abc"))

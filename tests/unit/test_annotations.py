@@ -15,12 +15,10 @@ import pytest
 
 import torch_dcp_backport
 
-#: They import little on purpose: one decides before torch is there, one measures processes without it.
-LEAN = ("torch_dcp_backport.activation", "torch_dcp_backport.regression")
-MODULES = [
+MODULES = ["torch_dcp_backport"] + [
     module.name
     for module in pkgutil.walk_packages(torch_dcp_backport.__path__, "torch_dcp_backport.")
-    if not module.name.startswith(LEAN) and not module.name.endswith("__main__")
+    if not module.name.endswith("__main__")
 ]
 
 

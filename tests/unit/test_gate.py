@@ -15,21 +15,26 @@ from torch_dcp_backport.activation.gate import AFFECTED, FIXED, UNKNOWN, Facts, 
 
 # version, what a probe of the files finds, outcome. A "-" probe must not be asked for.
 ROWS = [
-    ("2.4.0", "-", "pending"),
-    ("2.4.1+cu121", "-", "pending"),
-    ("2.5.1", "-", "pending"),
-    ("2.5.1.post1", "-", "pending"),
-    ("2.5.1.post2", "-", "pending"),
-    ("2.6.0", "-", "pending"),
-    ("2.6.0+cu124", "-", "pending"),
-    ("2.6.0+rocm6.2.4.gitd2f5c3d8", "-", "pending"),
-    ("2.6.0.post1", "-", "pending"),
-    ("2.6.0+cu126.post1", "-", "pending"),
-    ("2.6.1", "-", "pending"),
-    ("2.6", "-", "pending"),
-    ("2.6.0+gitunknown", "-", "pending"),
-    ("2.6.0+our.cluster.7", "-", "pending"),
-    ("2.4.1+git38b96d3", "-", "pending"),
+    ("2.4.0", AFFECTED, "pending"),
+    ("2.4.1+cu121", AFFECTED, "pending"),
+    ("2.5.1", AFFECTED, "pending"),
+    ("2.5.1.post1", AFFECTED, "pending"),
+    ("2.5.1.post2", AFFECTED, "pending"),
+    ("2.6.0", AFFECTED, "pending"),
+    ("2.6.0+cu124", AFFECTED, "pending"),
+    ("2.6.0+rocm6.2.4.gitd2f5c3d8", AFFECTED, "pending"),
+    ("2.6.0.post1", AFFECTED, "pending"),
+    ("2.6.0+cu126.post1", AFFECTED, "pending"),
+    ("2.6.1", AFFECTED, "pending"),
+    ("2.6", AFFECTED, "pending"),
+    ("2.6.0+gitunknown", AFFECTED, "pending"),
+    ("2.6.0+our.cluster.7", AFFECTED, "pending"),
+    ("2.4.1+git38b96d3", AFFECTED, "pending"),
+    # Files that cannot be read decide nothing against a plain version.
+    ("2.6.0+cu124", UNKNOWN, "pending"),
+    ("2.6.0", FIXED, "not-needed"),
+    ("2.6.0+fb", FIXED, "not-needed"),
+    ("2.4.1+our.cluster.7", FIXED, "not-needed"),
     ("2.7.0", "-", "not-needed"),
     ("2.7", "-", "not-needed"),
     ("2.7.0+cu128", "-", "not-needed"),
@@ -91,14 +96,14 @@ def test_each_kind_of_torch_gets_its_outcome(version: str, probe: str, outcome: 
     assert decision.switch == switch
     assert repr(version)[1:-1] in decision.reason
     if outcome == "pending":
-        assert decision.preview is (probe != "-")
+        assert decision.preview is any(mark in version for mark in ("a0", "dev", "rc"))
     if outcome == "unsupported":
         assert "left as it is" in decision.reason
         assert "Install torch >= 2.4" in decision.reason
 
 
 def test_release_is_what_the_table_is_asked_with() -> None:
-    assert decide(_facts("auto", "2.5.1+cu124")).release == (2, 5)
+    assert decide(_facts("auto", "2.5.1+cu124", AFFECTED)).release == (2, 5)
     assert decide(_facts("auto", "2.10.1")).release == (2, 10)
 
 
@@ -260,7 +265,7 @@ def test_any_version_is_decided_by_its_number_or_else_by_its_code(
     elif number > (2, 7) or (number == (2, 7) and not pre):
         assert (outcome, asked) == ("not-needed", [])
     elif not pre:
-        assert (outcome, asked) == ("pending", [])
+        assert (outcome, asked) == ("not-needed" if found == FIXED else "pending", [found])
     else:
         expected = {FIXED: "not-needed", AFFECTED: "pending", UNKNOWN: "unsupported"}[found]
         assert (outcome, asked) == (expected, [found])

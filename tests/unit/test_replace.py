@@ -102,7 +102,7 @@ def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch, broken: bool
     swap = Swap("fakehost", "name", weakref.ref(module), stock, ours)
     new = Swap("fakehost", "Fake.new", weakref.ref(cls), ABSENT, ours)
     last = Swap("fakehost", "int.new", weakref.ref(int), ABSENT, ours)
-    subject = Replacement(CheckedSet([swap], [new, *[last] * broken]), Early([], []))
+    subject = Replacement(CheckedSet([swap], [new, *[last] * broken], []), Early([], []))
     if broken:
         with pytest.raises(TypeError):
             subject.write()

@@ -17,6 +17,9 @@ from torch_dcp_backport.activation.status import BackportWarning, Status, warn
 if TYPE_CHECKING:
     from torch_dcp_backport.activation.hooks import Hooks
     from torch_dcp_backport.activation.importer import Installer
+else:
+    # Tools that look annotations up at run time (beartype) need the names. Their modules import wrapt.
+    Hooks = Installer = object
 
 # The process's hooks have the installer, once the gate let us through; else this is what happened.
 # importlib.reload() executes this again, and must not forget it.
@@ -37,7 +40,7 @@ def activate() -> Status:
         RuntimeError: strict, and it cannot be applied.
     """
     installer = _pending_or_applied() or _enter_gate()
-    if installer is not None and (installer.outcome == "pending" or installer.reloaded()):
+    if installer is not None and installer.has_work():
         installer.install()
     return current()
 

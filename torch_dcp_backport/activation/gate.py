@@ -18,6 +18,8 @@ SWITCHES = ("off", "auto", "strict")
 
 # The results of the probe of torch's files.
 FIXED, AFFECTED, UNKNOWN = "fixed", "affected", "unknown"
+# The helper in torch that has another parameter since the fix: https://github.com/pytorch/pytorch/pull/142845
+HELPER, PARAMETER = "_broadcast_state_dict", "cpu_offload"
 
 
 class Facts(NamedTuple):
@@ -26,7 +28,7 @@ class Facts(NamedTuple):
     switch: str  # off, auto or strict
     version: str | None  # torch's version; None where it could not be read
     folder: str | None  # where torch lies; None where there is no torch
-    probe: Callable[[], str]  # looks at torch's files; called only where the version is not enough
+    probe: Callable[[], str]  # looks at torch's files; called only for releases that may need the backport
 
 
 class Decision(NamedTuple):
@@ -93,12 +95,14 @@ def decide(facts: Facts) -> Decision:
     if release > FIXED_IN or (release == FIXED_IN and not preview):
         return decision("not-needed", f"torch {text} has the fix")
     needed = f"torch {text} lacks what torch {fixed_in} fixed in {STATE_DICT}"
-    if not preview:
-        return decision("pending", needed)
     # Nightly and vendor builds are cut on any day: some of 2.7.0a0 lack the fix, some of 2.6.0a0 may have it.
+    # And a vendor may have taken the fix into a build with a plain version (2.6.0+fb).
     probed = facts.probe()
     if probed == FIXED:
-        return decision("not-needed", f"torch {text} (a pre-release or vendor build) has the fix in its code")
+        build = "a pre-release or vendor build" if preview else "a build of a vendor"
+        return decision("not-needed", f"torch {text} ({build}) has the fix in its code")
+    if not preview:
+        return decision("pending", needed)
     if probed == AFFECTED:
         return decision("pending", f"{needed} (a pre-release or vendor build, decided by its code)")
     return decision("unsupported", f"torch {text} (a pre-release or vendor build) is unknown; {unsupported}")
@@ -162,17 +166,21 @@ def _torch_version(folder: str | None) -> str | None:
 
 
 def _probe(folder: str | None) -> str:
-    """Return FIXED if torch's broadcast helper has the fix's parameter (pytorch#142845), else AFFECTED."""
+    """Return FIXED if torch's broadcast helper has the fix's parameter, else AFFECTED."""
+    text = _read(folder or "", "distributed", "_state_dict_utils.py")
+    signature, end, _ = text.partition(f"\ndef {HELPER}(")[2].partition(")")
+    if end and "(" not in signature and PARAMETER not in signature:
+        return AFFECTED
     import ast  # 5 ms, and rarely needed
 
     try:
-        tree = ast.parse(_read(folder or "", "distributed", "_state_dict_utils.py"))
+        tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return UNKNOWN
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "_broadcast_state_dict":
+        if isinstance(node, ast.FunctionDef) and node.name == HELPER:
             names = {argument.arg for argument in node.args.args + node.args.kwonlyargs}
-            return FIXED if "cpu_offload" in names else AFFECTED
+            return FIXED if PARAMETER in names else AFFECTED
     return UNKNOWN
 
 

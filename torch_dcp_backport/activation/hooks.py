@@ -6,19 +6,20 @@ Must never import anything or wait while Python looks for a module: the global i
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
     from torch_dcp_backport.activation.importer import Installer
+else:
+    Installer = object  # its module imports this one; tools look annotations up at run time
 
-    Hook = Callable[[], None]
+Hook = Callable[[], None]
 
 
 class Hooks:

@@ -46,7 +46,7 @@ class Installer:
 
     def install(self) -> None:
         """Replace now or hook the imports; again does no harm. Raise RuntimeError if strict and refused."""
-        if self.reloaded():
+        if self.reloaded() or self.can_complete():
             self.outcome = "pending"
         self._late = self._late or any(module in sys.modules for module in TABLE.modules)
         self._hooks.installer = self
@@ -79,6 +79,7 @@ class Installer:
             late_bindings=tuple(sorted({name for step in steps for name in step.early.rebound()})),
             out_of_reach=tuple(sorted({name for step in steps for name in step.early.listed})),
             overridden=tuple(steps[-1].overridden()) if steps else (),
+            left_out=tuple(sorted(map(str, steps[-1].left_out))) if steps else (),
         )
         if self.reloaded():
             again = f"{TABLE.trigger} was reloaded since, with torch's own functions"
@@ -94,6 +95,15 @@ class Installer:
 
     def reloaded(self) -> bool:
         return bool(self._steps) and self._steps[-1].reloaded()
+
+    def has_work(self) -> bool:
+        """Return whether `install` would do something."""
+        return self.outcome == "pending" or self.reloaded() or self.can_complete()
+
+    def can_complete(self) -> bool:
+        """Return whether a name that was left out is torch's own by now (a mock.patch has ended)."""
+        left_out = self._steps[-1].left_out if self._steps else []
+        return any(replace.is_torchs_now(name, self.decision.release) for name in left_out)
 
     def _advance(self) -> None:
         """Replace all if a module of torch's needs it, and this thread is in the middle of none."""
@@ -161,9 +171,13 @@ class Installer:
             with contextlib.suppress(Exception):  # a package that it needs is missing, or does not fit
                 import_module(module)
         former = {swap.dotted: swap for step in self._steps for swap in step.swaps}
-        plan = replace.plan(release, preview, former)
+        plan = replace.plan(release, preview, former, complete=self._strict)
         early = find_early(plan.swaps, TABLE.owner, classes=self._late)
         _report(early, self._strict)
+        if plan.left_out:
+            names = ", ".join(map(str, plan.left_out))
+            advice = "When that has ended, torch_dcp_backport.activate() replaces the rest."
+            warn(f"left out, as other code had replaced it: {names}. {advice}", BackportWarning)
         replacement = Replacement(plan, early)
         with self._lock:
             if self._over:

@@ -46,14 +46,34 @@ class CheckedSet(NamedTuple):
 
     swaps: list[Swap]
     attributes: list[Swap]
+    left_out: list[LeftOut]
 
 
-def plan(release: tuple[int, int], preview: bool, former: Mapping[str, Swap] | None = None) -> CheckedSet:
+class LeftOut(NamedTuple):
+    """A name that another tool has replaced before, and that the others do without."""
+
+    module: str
+    name: str
+    by: str  # the module that replaced it
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name} (replaced by {self.by})"
+
+
+def plan(
+    release: tuple[int, int],
+    preview: bool,
+    former: Mapping[str, Swap] | None = None,
+    complete: bool = True,
+) -> CheckedSet:
     """Return the full set, checked; raise Refused if a member is not torch's own or cannot be replaced.
+
+    Unless it has to be `complete`, a name that another tool has replaced is left out where the others can do
+    without.
 
     `former`: the swaps of before a module of torch's was executed again, by name. What stands there is ours.
     """
-    swaps, attributes = [], []
+    swaps, attributes, left_out = [], [], []
     for target in TABLE.targets:
         module = sys.modules.get(target.module)
         if not target.serves(release, preview) or (module is None and target.module in TABLE.optional):
@@ -72,13 +92,17 @@ def plan(release: tuple[int, int], preview: bool, former: Mapping[str, Swap] | N
         if before is not None and stock is before.ours:
             swap = swap._replace(stock=before.stock, ours=before.ours)
         else:
-            _check(swap, release)
+            foreign = _foreign(swap, release)
+            if foreign is not None and target.stands_alone and not complete:
+                left_out.append(LeftOut(swap.module, swap.name, foreign))
+                continue
+            _check(swap, foreign, complete)
             if isinstance(stock, type) and not swap.name.startswith("_"):
                 # Instances made before stay instances of the class that other modules have.
                 attributes += _extension(stock, cast(type, ours))
                 swap = swap._replace(ours=stock)
         swaps.append(swap)
-    return CheckedSet(swaps, attributes)
+    return CheckedSet(swaps, attributes, left_out)
 
 
 def replacement_of(module: str, name: str) -> object:
@@ -103,13 +127,27 @@ def _required(target: Target, release: tuple[int, int], preview: bool) -> bool:
     return target.since <= release
 
 
-def _check(swap: Swap, release: tuple[int, int]) -> None:
-    layers = [since for since in DECORATED.get(swap.name, ()) if since <= release]
-    foreign = foreign_layer(swap.stock, len(layers))
+def is_torchs_now(left_out: LeftOut, release: tuple[int, int]) -> bool:
+    """Return whether a name that was left out holds torch's own object again."""
+    holder = holder_in(sys.modules.get(left_out.module), left_out.name)
+    stock = namespace_of(holder).get(left_out.name.rpartition(".")[2], ABSENT)
+    return stock is not ABSENT and foreign_layer(stock, _layers(left_out.name, release)) is None
+
+
+def _layers(name: str, release: tuple[int, int]) -> int:
+    return sum(since <= release for since in DECORATED.get(name, ()))
+
+
+def _foreign(swap: Swap, release: tuple[int, int]) -> str | None:
+    return foreign_layer(swap.stock, _layers(swap.name, release))
+
+
+def _check(swap: Swap, foreign: str | None, complete: bool) -> None:
     if foreign is not None:
+        why = "" if complete else " (other functions of the set need ours there, so that none is replaced)"
         raise Refused(
             "conflict",
-            f"{swap.dotted} was already replaced by {foreign}: remove one of the two, "
+            f"{swap.dotted} was already replaced by {foreign}{why}: remove one of the two, "
             "or import torch_dcp_backport first if the other one can wrap it",
         )
     if swap.ours is None or isinstance(swap.stock, type) != isinstance(swap.ours, type):
@@ -202,21 +240,35 @@ class Replacement:
 
     def __init__(self, plan: CheckedSet, early: Early) -> None:
         self.swaps = plan.swaps
+        self.left_out = plan.left_out
         self.early = early
         self._all = [*plan.swaps, *plan.attributes, *early.swaps]
-        self._labels: list[tuple[type, str, str]] = []  # our classes, with their own module and name
+        # Our classes and functions, with their own module and name.
+        self._labels: list[tuple[type | FunctionType, str, str]] = []
 
     def write(self) -> None:
         try:
             turn([(swap.holder(), swap.key, swap.stock, swap.ours) for swap in self._all])
-            for swap in self.swaps:
-                # Pickle looks a class up by module and name. Functions keep theirs: tracebacks stay honest.
-                if isinstance(swap.ours, type) and swap.ours is not swap.stock:
-                    self._labels.append((swap.ours, swap.ours.__module__, swap.ours.__qualname__))
-                    _label(swap.ours, swap.module, swap.name)
+            self._label_as_torchs()
         except BaseException:
             self.undo()
             raise
+
+    def _label_as_torchs(self) -> None:
+        """Give our classes and functions the module and name of torch's.
+
+        Pickle and cloudpickle look both up by these: the process that loads them may not have this package.
+        Tracebacks go by the code, whose file and lines stay ours.
+        """
+        labelled: set[int] = set()
+        for swap in self.swaps:
+            ours = swap.ours
+            # An object that is torch's under several names has the first, its home.
+            if ours is swap.stock or id(ours) in labelled or not isinstance(ours, (type, FunctionType)):
+                continue
+            labelled.add(id(ours))
+            self._labels.append((ours, ours.__module__, ours.__qualname__))
+            _label(ours, swap.module, swap.name)
 
     def extend(self, early: Early) -> None:
         """Write bindings that were made while the others were written."""
@@ -260,6 +312,6 @@ class Replacement:
         return tuple(sorted({record for records in used for record in records}))
 
 
-def _label(cls: type, module: str, qualname: str) -> None:
-    if (cls.__module__, cls.__qualname__) != (module, qualname):
-        cls.__module__, cls.__qualname__ = module, qualname
+def _label(ours: type | FunctionType, module: str, qualname: str) -> None:
+    if (ours.__module__, ours.__qualname__) != (module, qualname):
+        ours.__module__, ours.__qualname__ = module, qualname

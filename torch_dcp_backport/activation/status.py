@@ -48,6 +48,7 @@ class Status(NamedTuple):
     late_bindings: tuple[str, ...] = ()  # names that had torch's object and were given ours
     out_of_reach: tuple[str, ...] = ()  # places that had torch's object and still have it
     overridden: tuple[str, ...] = ()  # "module.name" that no longer is what we put there
+    left_out: tuple[str, ...] = ()  # "module.name (replaced by ...)" that other code had replaced before
 
     @property
     def fingerprint(self) -> str:
@@ -61,7 +62,7 @@ class Status(NamedTuple):
         """Return the state as plain data, for JSON."""
         data: dict[str, object] = {name: getattr(self, name) for name in self._fields}
         data["replaced"] = {module: list(names) for module, names in self.replaced}
-        for name in ("records", "late_bindings", "out_of_reach", "overridden"):
+        for name in ("records", "late_bindings", "out_of_reach", "overridden", "left_out"):
             data[name] = list(getattr(self, name))
         data["upstream"] = {record: list(_upstream(record)[1]) for record in self.records}
         data["fingerprint"] = self.fingerprint
@@ -94,6 +95,8 @@ class Status(NamedTuple):
             lines += row("bound early", "and given the replacement afterwards:", others)
         if self.out_of_reach:
             lines += row("not reached", "bound early, and still torch's own:", self.out_of_reach)
+        if self.left_out:
+            lines += row("left out", "replaced by other code before, and left to it:", self.left_out)
         if self.overridden:
             lines += row("lost", "replaced again since by other code:", self.overridden)
         hint = "unset it to switch on" if self.switch == "off" else "=off switches off in a new process"

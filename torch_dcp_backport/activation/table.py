@@ -97,6 +97,14 @@ class Target(NamedTuple):
     until: tuple[int, int] = FIXED_IN  # the first torch release whose own is left alone
     provider: str = ""  # where it is not the table's
 
+    @property
+    def stands_alone(self) -> bool:
+        """Return whether the rest of the set works beside torch's own of this name.
+
+        Torch's public functions find our internals in their module; DCP's functions are fixes of their own.
+        """
+        return bool(self.provider) or (self.module == STATE_DICT and self.name.startswith(("get_", "set_")))
+
     def serves(self, release: tuple[int, int], preview: bool) -> bool:
         """Return whether it is replaced in this torch, if it exists. A preview may lack some of its names."""
         return release < self.until or (preview and release == self.until)

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
+else:
+    Tensor = object  # tools look annotations up at run time; processes without torch are measured, too
 
 MIB = 1 << 20
 INTERVAL = 0.01  # seconds between two samples of a Watch
@@ -80,18 +82,18 @@ def data_limit(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return a DTensor's own part; any other tensor itself. `to_local` would go through autograd."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
-def own_bytes(tensor: torch.Tensor) -> int:
+def own_bytes(tensor: Tensor) -> int:
     part = local(tensor)
     return part.numel() * part.element_size()
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind the local parts, each storage counted once."""
     storages = {}
     for tensor in tensors:

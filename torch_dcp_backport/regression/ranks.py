@@ -127,13 +127,15 @@ def evidence(api: ModuleType) -> dict[str, str]:
         inspect.unwrap(getattr(api, name)).__code__.co_filename
         for name in ("set_model_state_dict", "set_optimizer_state_dict", "get_optimizer_state_dict")
     }
+    # Its module is a label for pickle.
+    load = inspect.unwrap(api.set_model_state_dict)
     ours = str(Path(__file__).resolve().parents[1])
     torchs = str(Path(torch.__file__).resolve().parent)
     owners = {_owner(str(Path(file).resolve()), ours, torchs) for file in files}
     return {
         "torch": torch.__version__,
         "code": " and ".join(sorted(owners)),
-        "function": f"{api.set_model_state_dict.__module__}.{api.set_model_state_dict.__qualname__}",
+        "function": f"{load.__globals__['__name__']}.{load.__name__}",
         **_status(),
         "fixed": _torch_is_fixed(),
     }

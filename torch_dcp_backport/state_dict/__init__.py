@@ -35,7 +35,6 @@ from torch_dcp_backport.state_dict.load_state import load_model_state as _load_m
 from torch_dcp_backport.state_dict.load_state import load_optim_state as _load_optim_state_dict
 from torch_dcp_backport.state_dict.model.get import get_model_state as _get_model_state_dict
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state as _flatten_optim_state_dict
-from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state as _unflatten_optim_state_dict
 from torch_dcp_backport.state_dict.optim.get import get_optim_state as _get_optim_state_dict
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state as _init_optim_state
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions
@@ -45,6 +44,7 @@ from torch_dcp_backport.state_dict.patched import original_method as _state_dict
 from torch_dcp_backport.state_dict.seams import patch_model_state_dict as _patch_model_state_dict
 from torch_dcp_backport.state_dict.seams import patch_optimizer_state_dict as _patch_optimizer_state_dict
 from torch_dcp_backport.state_dict.seams import split_optim_state_dict as _split_optim_state_dict
+from torch_dcp_backport.state_dict.seams import unflatten_optim_state_dict as _unflatten_optim_state_dict
 from torch_dcp_backport.transfer import gc_context as _gc_context
 
 __all__ = [

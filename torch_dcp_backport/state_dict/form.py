@@ -90,22 +90,46 @@ def renamed_params(state: Mapping[str, Any], name_of: Callable[[Any], str]) -> d
     }
 
 
+def check_params(optim: torch.optim.Optimizer, names: Mapping[Any, Any]) -> None:
+    """Check that the model has the parameters of an optimizer.
+
+    Args:
+        names: the model's: parameter -> its name or names; other keys do not matter.
+
+    Raises:
+        KeyError: the model lacks some. Most often `fully_shard` has replaced them since (accelerate#3855).
+    """
+    params = [param for group in optim.param_groups for param in group[PARAMS]]
+    strays = [(number, param) for number, param in enumerate(params) if param not in names]
+    if not strays:
+        return
+    number, param = strays[0]
+    own = set(params)
+    others = (
+        name if isinstance(name, str) else min(name)
+        for other, name in names.items()
+        if isinstance(other, nn.Parameter) and other not in own and other.shape == param.shape
+    )
+    instead = next(others, None)
+    hint = f"; the model's {instead!r} has this shape and no optimizer state" if instead else ""
+    raise KeyError(
+        f"parameter {number} of {type(optim).__name__}, of shape {tuple(param.shape)}, is not a parameter of "
+        f"the model{hint} ({len(strays)} of {len(params)} parameters are not the model's). fully_shard, "
+        "parallelize_module and to_empty replace parameters: make the optimizer after them"
+    )
+
+
 def named_params(
     group: Mapping[str, Any], info: options.StateDictInfo, is_saved: Callable[[str], object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (FQN, parameter) of one of the optimizer's groups.
 
-    Of a shared parameter's names, those that the state dict has: it holds the one that was saved.
-
-    Raises:
-        KeyError: the model does not have a parameter.
+    Of a shared parameter's names, those that the state dict has: it holds the one that was saved. The model
+    has to have the parameters (`check_params`).
     """
     for param in group[PARAMS]:
-        fqns = info.fqn_param_mapping.get(param)
-        if not isinstance(fqns, (set, frozenset)):
-            raise KeyError(
-                f"a parameter of shape {tuple(param.shape)} of the optimizer is not one of the model's"
-            )
+        fqns = info.fqn_param_mapping[param]
+        assert isinstance(fqns, (set, frozenset))
         for fqn in sorted(fqns):
             if fqn not in info.shared_params_mapping or is_saved(fqn):
                 yield fqn, param

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 # Modules that import this one.
 from torch_dcp_backport.state_dict import form, options
 from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, ModelNames
-from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.transfer import group_ranks
 
 
@@ -50,9 +49,10 @@ def state_dict_type(model: nn.Module, info: options.StateDictInfo) -> Iterator[N
             yield
 
 
-def named_state(model: nn.Module, optim: Optimizer, info: options.StateDictInfo) -> dict[str, Any]:
-    """`optim.state_dict()` by FQN, which FSDP1 gives with the compiler's prefix."""
-    state = original_method(optim, "state_dict")()
+def named_state(
+    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: options.StateDictInfo
+) -> dict[str, Any]:
+    """`state` of `optim.state_dict()` by FQN, which FSDP1 gives with the compiler's prefix."""
     with info.fsdp_context():
         state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=group_of(info))
     return form.renamed_params(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
@@ -75,13 +75,24 @@ def state_to_load(
         return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=group_of(info))
 
 
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
 def group_of(info: options.StateDictInfo) -> Optional[dist.ProcessGroup]:
     """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP.
 
     None, too, where a FlatParameter's states come from global rank 0 and it is no member.
     """
     module: Any = info.fsdp_modules[0]
-    if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+    if module.sharding_strategy in HYBRID:
         return None
     group: dist.ProcessGroup = module.process_group
     return group if module._use_orig_params or 0 in group_ranks(group) else None
+
+
+def groups_of(info: options.StateDictInfo) -> list[Optional[dist.ProcessGroup]]:
+    """The groups over which the ranks of a load agree: those of the model, and global rank 0 if it sends."""
+    if info.broadcast_from_rank0 and group_of(info) is None:
+        return [None]
+    module: Any = info.fsdp_modules[0]
+    return [module.process_group, *([module._inter_node_pg] if module.sharding_strategy in HYBRID else [])]

@@ -23,6 +23,7 @@ from torch_dcp_backport.state_dict.model.apply import load_shards
 from torch_dcp_backport.state_dict.model.load import TITLE, model_planner, outline_for_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.model.straight import copies_of, copy_all
+from torch_dcp_backport.state_dict.optim.absent import missing_states
 from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
@@ -170,6 +171,9 @@ def load_together(
             begun.append(Beginning(optim))
             planner, values = prepare_full(params, begun[-1], optim_dict, info, problems)
             parts[f"optimizer {number} ({type(optim).__name__})"] = planner, StateSource(values)
+        missing = missing_states(begun)
+        if missing:
+            problems.append(Problem(missing))
         parts.update(last)
         sources = [source for _, source in parts.values()]
         if len(parts) == 1:

@@ -11,13 +11,16 @@ from torch import nn
 from torch_dcp_backport.state_dict.api import (
     Optimizers,
     OptimizerStateType,
-    ValueType,  # noqa: F401  # in the alias OptimizerStateType, by its name
+    ValueType,
     as_tuple,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch_dcp_backport.state_dict.optim.absent import raise_missing
+from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
+from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo, StateDictOptions
 from torch_dcp_backport.state_dict.patched import replace_methods
@@ -26,7 +29,19 @@ from torch_dcp_backport.state_dict.patched import replace_methods
 def split_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: OptimizerStateType, info: StateDictInfo
 ) -> dict[str, Any]:
-    return split_optim_state(optim, optim_state_dict, info)
+    beginning = Beginning(optim)
+    part = split_optim_state(beginning, optim_state_dict, info)
+    raise_missing([beginning])
+    return part
+
+
+def unflatten_optim_state_dict(
+    optim: torch.optim.Optimizer, state_dict: dict[str, ValueType], info: StateDictInfo
+) -> dict[str, Any]:
+    beginning = Beginning(optim)
+    part = unflatten_optim_state(beginning, state_dict, info)
+    raise_missing([beginning])
+    return part
 
 
 def patch_model_state_dict(model: nn.Module, *, options: Optional[StateDictOptions] = None) -> None:

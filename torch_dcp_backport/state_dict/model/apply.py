@@ -197,7 +197,17 @@ def load_shards(outline: Outline, state_dict: Mapping[str, Any]) -> _Incompatibl
     metadata = metadata_of(state_dict)
     if metadata is not None:
         loaded._metadata = renamed_metadata(metadata, outline.places)  # type: ignore[attr-defined]
-    return call_load_state_dict(outline.model, loaded, outline.info)
+    if all(fqn == load_key for fqn, load_key in load_keys.items()):
+        return call_load_state_dict(outline.model, loaded, outline.info)
+    # torch's words have the names of wrappers (DDP's "module."): what its code would judge is judged here, as
+    # keys of a full state dict are.
+    judged_here = outline.info.strict and outline.loads_as_torch
+    strict = outline.info.strict and not judged_here
+    result = call_load_state_dict(outline.model, loaded, outline.info, strict=strict)
+    keys = by_fqn(outline, result, {load_keys.get(key, key): key for key in state_dict})
+    if judged_here:
+        raise_incompatible(outline.model, keys)
+    return keys
 
 
 def by_fqn(outline: Outline, keys: _IncompatibleKeys, given: Mapping[Any, Any]) -> _IncompatibleKeys:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, named_params
-from torch_dcp_backport.state_dict.optim.absent import AbsentStates, missing_state
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, check_params, named_params
+from torch_dcp_backport.state_dict.optim.absent import AbsentStates
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.tree import Path, leaves, place
@@ -44,23 +43,23 @@ def flatten_optim_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten_optim_state(
-    optim: Optimizer,
+    beginning: Beginning,
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
-    beginning: Optional[Beginning] = None,
     fill: bool = True,
 ) -> dict[str, Any]:
-    """The inverse of `flatten_optim_state`, for the groups that `optim` has.
+    """The inverse of `flatten_optim_state`, for the groups that an optimizer has.
+
+    What is missing (strict) is noted in `beginning.missing`.
 
     Args:
-        beginning: what `optim` was like before the load.
-        fill: where some of a parameter's states are missing (not strict), give those that `optim` has.
+        fill: where some of a parameter's states are missing (not strict), give those that the optimizer has.
 
     Raises:
         KeyError: a group's value that is not there.
-        RuntimeError: a missing state (strict), see `AbsentStates`.
     """
-    beginning = beginning or Beginning(optim)
+    optim = beginning.optim
+    check_params(optim, info.fqn_param_mapping)
     flat = FlatDict(state_dict)
     absent = AbsentStates(beginning, info.strict, bool(flat.below(STATE)))
     state: dict[str, Any] = {}
@@ -71,11 +70,13 @@ def unflatten_optim_state(
             fqns.append(fqn)
             existing = optim.state.get(param)
             expected = existing or beginning.expected.get(param, {})
-            states = flat.states(fqn, expected, info.strict, fill and bool(existing))
+            states, missing = flat.states(fqn, expected)
             if states:
                 state[fqn] = states
-            else:
-                absent.judge(fqn, param, group, flat.names_of_group(fqn) or None)
+            saved = flat.group_of(fqn) or None
+            absent.judge(fqn, param, group, saved, states, missing if beginning.kind is None else ())
+            for path in missing if existing and fill and not info.strict else ():
+                place(states, path, missing[path])
         groups.append(group_values(flat, group, fqns))
     absent.report()
     return {STATE: state, GROUPS: groups}
@@ -136,27 +137,26 @@ class FlatDict:
         prefix = f"{GROUPS}.{fqn}"
         return [key[len(prefix) + 1 :] for key in self.below(prefix)]
 
-    def states(self, fqn: str, expected: Mapping[Any, Any], strict: bool, fill: bool) -> dict[Any, Any]:
+    def group_of(self, fqn: str) -> dict[str, Any]:
+        """The group's values that were saved for a parameter."""
+        return {name: self.values[f"{GROUPS}.{fqn}.{name}"] for name in self.names_of_group(fqn)}
+
+    def states(self, fqn: str, expected: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Path, Any]]:
         """One parameter's states, nested again, under the keys of those that the optimizer has or would make.
 
-        Raises:
-            RuntimeError: some of `expected` are there, and others are not (strict).
+        Returns:
+            the states, and of a parameter that has some: those of `expected` that are not there.
         """
         keys = self.below(f"{STATE}.{fqn}")
-        if not keys:
-            return {}
         states: dict[Any, Any] = {}
+        if not keys:
+            return states, {}
         used: set[str] = set()
         missing = self.find(f"{STATE}.{fqn}", (), expected, states, used)
-        if missing and strict:
-            name = ".".join(map(str, next(iter(missing))))
-            raise missing_state(fqn, f"{name!r} is not among its saved states")
-        for path, value in missing.items() if fill else ():
-            place(states, path, value)
         for key in keys:
             if key not in used:
                 place(states, tuple(key[len(f"{STATE}.{fqn}.") :].split(".")), self.values[key])
-        return states
+        return states, missing
 
     def find(
         self, prefix: str, path: Path, expected: Mapping[Any, Any], states: dict[Any, Any], used: set[str]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.collect import full_or_cpu
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, renamed_params
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, check_params, renamed_params
 from torch_dcp_backport.state_dict.fqn import ModelNames
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of, params_of
@@ -31,9 +31,12 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
     result: dict[str, Any] = {STATE: {}, GROUPS: []}
     params = Params(model)
     for optim in optimizers:
+        check_params(optim, info.fqn_param_mapping)
+    for optim in optimizers:
         init_optim_state(optim)
         if info.fsdp_modules:
-            named = fsdp1.named_state(model, optim, info)
+            state = with_first_states(optim, original_method(optim, "state_dict")())
+            named = fsdp1.named_state(model, optim, state, info)
         else:
             named = with_first_states(optim, named_state(params, optim))
         if named:
@@ -63,7 +66,8 @@ def named_state(params: Params, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
     state = original_method(optim, "state_dict")()
     numbered = dict(enumerate(params_of(optim)))
-    fqns = {number: params.fqns[param] for number, param in numbered.items() if param in params.fqns}
+    check_params(optim, params.fqns)
+    fqns = {number: params.fqns[param] for number, param in numbered.items()}
     for number in (*state[STATE], *(number for group in state[GROUPS] for number in group[PARAMS])):
         if number not in fqns:
             raise KeyError(f"parameter {number} of {type(optim).__name__} is not a parameter of the model")
@@ -96,25 +100,26 @@ def laid_as(param: Optional[torch.Tensor], states: Any) -> Any:
     }
 
 
-def with_first_states(optim: Optimizer, named: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with first states for parameters that never had a gradient.
+def with_first_states(optim: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict, by FQN or number, with first states for parameters that never had a gradient.
 
     A reader finds the same keys then, whichever parameters were used so far. Only where these states train
     as none would; the optimizer does not get them.
     """
     kind = kind_of(optim)
     if kind is None or not kind.neutral:
-        return named
-    params = params_by_fqn(optim, named)
-    bare = {param for fqn, param in params.items() if not named[STATE].get(fqn)}
+        return state
+    params = params_by_fqn(optim, state)
+    # FSDP1's parameters of other ranks are empty on this one, used or not.
+    bare = {param for fqn, param in params.items() if not state[STATE].get(fqn) and param.numel()}
     first = first_states(optim, bare) if bare else {}
     if not first:
-        return named
-    states = dict(named[STATE])
+        return state
+    states = dict(state[STATE])
     # In the order of the parameters: on another rank others may be without.
     ordered: dict[str, Any] = {}
     for fqn, param in params.items():
         saved = states.pop(fqn, None)
         if param in first or saved is not None:
             ordered[fqn] = first.get(param, saved)
-    return {**named, STATE: {**ordered, **states}}
+    return {**state, STATE: {**ordered, **states}}

@@ -236,6 +236,35 @@ def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
+#: Settings that choose an implementation of a step, and no state of it.
+IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+@torch.no_grad()
+def names_of_states(optim: Optimizer, settings: Mapping[str, Any], dim: int) -> frozenset[str]:
+    """The names of the states that the first step makes for a parameter; the optimizer has to have a kind.
+
+    Args:
+        settings: the param group's; those that choose between states are plain numbers.
+        dim: the parameter's number of dimensions, by which Adafactor's states go.
+    """
+    twin = twin_of(optim)
+    # Of one number, on the host, so that no setting asks for another device.
+    stand_in = torch.zeros((1,) * dim)
+    stand_in.grad = torch.zeros_like(stand_in)
+    group = {name: without_tensors(value) for name, value in settings.items()}
+    group.update({name: False for name in IMPLEMENTATIONS if name in group})
+    twin.param_groups = [{**group, PARAMS: [stand_in]}]
+    step_of(type(twin))(twin)
+    return frozenset(twin.state.get(stand_in, ()))
+
+
+def without_tensors(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(without_tensors, value))
+    return 0.5 if torch.is_tensor(value) else value
+
+
 class Expected(NamedTuple):
     """A state that an optimizer would make, or has: a loaded one has to be like it."""
 
@@ -303,6 +332,9 @@ class Beginning:
         self.kind = kind_of(optim)
         self.was_fresh = is_fresh(optim)
         self.state = optim.state
+        #: Why states are missing -> the FQNs of their parameters (`absent`).
+        self.missing: dict[str, list[str]] = {}
+        self._names: dict[Any, frozenset[str]] = {}
         #: Parameters without any state.
         self.bare = frozenset(param for param in params_of(optim) if not optim.state.get(param))
 
@@ -326,6 +358,23 @@ class Beginning:
     def expected(self) -> ExpectedStates:
         """The states that an optimizer that has a kind would make for its bare parameters."""
         return expected_states(self.optim, self.bare) if self.kind is not None and self.bare else {}
+
+    def names_after_load(
+        self, param: torch.Tensor, group: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> frozenset[str]:
+        """The states that a step needs of a parameter once its group has the saved settings.
+
+        Of an optimizer that is not torch's own only those are known that were made for the load.
+        """
+        if self.kind is None:
+            return frozenset(self.optim.state.get(param, ())) if self.was_fresh else frozenset()
+        # A dict without AMSGrad's maximum turns AMSGrad off, and the other way round.
+        plain = {name: value for name, value in saved.items() if isinstance(value, (bool, int, float))}
+        settings = {**group, **plain}
+        key = param.dim(), tuple((name, settings[name]) for name in sorted(plain)), id(group)
+        if key not in self._names:
+            self._names[key] = names_of_states(self.optim, settings, param.dim())
+        return self._names[key]
 
     def starts(self, param: torch.Tensor, strict: bool) -> bool:
         """Whether a parameter that the state dict has no state of starts from nothing.

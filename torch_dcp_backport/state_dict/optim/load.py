@@ -17,6 +17,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, renamed_params
 from torch_dcp_backport.state_dict.load import Inventory, Planner, guarded
+from torch_dcp_backport.state_dict.optim.absent import raise_missing
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
@@ -34,7 +35,9 @@ from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.state_dict.tree import Path
-from torch_dcp_backport.transfer import Problem, source_of
+from torch_dcp_backport.transfer import Call, Problem, source_of
+
+TITLE = "cannot load this optimizer state dict"
 
 
 def prepare_full(
@@ -83,14 +86,16 @@ def optim_planner(outline: OptimOutline, problems: list[Problem]) -> Planner:
         load_into(outline.optim, plan.result())
         plan.applied.append("its states")
 
-    return Planner("cannot load this optimizer state dict", problems, live, plan, apply)
+    return Planner(TITLE, problems, live, plan, apply)
 
 
 def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[Path, Any]:
     """path -> value, of the part of a state dict for one optimizer."""
-    if state_dict and STATE in state_dict and is_numbered(state_dict):
+    numbered = bool(state_dict) and STATE in state_dict and is_numbered(state_dict)
+    if numbered:
         state_dict = by_fqn(state_dict, outline.groups)
-    part = part_of(state_dict, info, outline.beginning, fill=False)
+    # The optimizer's own state_dict() has no states of parameters without gradients.
+    part = part_of(state_dict, info, outline.beginning, fill=False, left_out=numbered or None)
     values = paths_of(part)
     if part:
         fqns = (fqn for group in outline.groups for fqn in group)
@@ -112,22 +117,40 @@ def prepare_parts(
     """The parts of all optimizers of a call, before the first is written.
 
     Raises:
-        RuntimeError: `problem`, or missing states (strict).
+        RuntimeError: `problem`, or missing states (strict); under FSDP1 on all ranks, whichever has them.
         KeyError: a value of a flat dict that is not there, a parameter that the model does not have.
     """
-    prepared: PreparedParts = []
     begun: list[Beginning] = []
     with undone_if_failed(begun):
-        for optim in optimizers:
-            beginning = Beginning(optim)
-            begun.append(beginning)
-            beginning.make_states(always=bool(info.fsdp_modules))
-            if problem:
-                raise RuntimeError(str(problem))
-            part = part_of(state_dict, info, beginning)
-            if info.fsdp_modules:
-                part = fsdp1.state_to_load(model, optim, part, info)
-            prepared.append((beginning, part))
+        if not info.fsdp_modules:
+            return parts_of(optimizers, state_dict, info, begun, problem)
+        # FSDP1's own code communicates: a rank that left before it would keep the others waiting.
+        with Call(TITLE, "slice", fsdp1.groups_of(info), plain=(RuntimeError,)) as call:
+            made = call.attempt(parts_of, optimizers, state_dict, info, begun, problem)
+            call.settle()
+        return [
+            (beginning, fsdp1.state_to_load(model, beginning.optim, part, info))
+            for beginning, part in made.value
+        ]
+
+
+def parts_of(
+    optimizers: Sequence[Optimizer],
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    begun: list[Beginning],
+    problem: Optional[Problem],
+) -> PreparedParts:
+    """The parts of all optimizers, and in `begun` their beginnings; it raises what `prepare_parts` raises."""
+    prepared: PreparedParts = []
+    for optim in optimizers:
+        beginning = Beginning(optim)
+        begun.append(beginning)
+        beginning.make_states(always=bool(info.fsdp_modules))
+        if problem:
+            raise RuntimeError(str(problem))
+        prepared.append((beginning, part_of(state_dict, info, beginning)))
+    raise_missing(begun)
     return prepared
 
 
@@ -141,18 +164,23 @@ def load_parts(prepared: PreparedParts) -> None:
 
 
 def part_of(
-    state_dict: Mapping[str, Any], info: StateDictInfo, beginning: Beginning, fill: bool = True
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    beginning: Beginning,
+    fill: bool = True,
+    left_out: Optional[bool] = None,
 ) -> dict[str, Any]:
     """The part of a state dict, nested or flat, that is one optimizer's.
 
     Args:
         fill: as in `unflatten_optim_state`.
+        left_out: as of `split_optim_state`.
     """
     if not state_dict:
         return {}
     if STATE in state_dict:
-        return split_optim_state(beginning.optim, state_dict, info, beginning)
-    return unflatten_optim_state(beginning.optim, state_dict, info, beginning, fill)
+        return split_optim_state(beginning, state_dict, info, left_out)
+    return unflatten_optim_state(beginning, state_dict, info, fill)
 
 
 def by_fqn(state: Mapping[str, Any], fqns_of_groups: Sequence[Sequence[str]]) -> dict[str, Any]:

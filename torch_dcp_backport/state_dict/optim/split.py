@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch
-from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, named_params
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, check_params, is_numbered, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates
 from torch_dcp_backport.state_dict.optim.flat import same
 from torch_dcp_backport.state_dict.optim.initial import Beginning
@@ -22,20 +21,24 @@ logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 
 def split_optim_state(
-    optim: Optimizer,
+    beginning: Beginning,
     loaded: Mapping[str, Any],
     info: StateDictInfo,
-    beginning: Optional[Beginning] = None,
+    left_out: Optional[bool] = None,
 ) -> dict[str, Any]:
-    """The part of a state dict (of several optimizers perhaps) that is `optim`'s, in its order.
+    """The part of a state dict (of several optimizers perhaps) that is one optimizer's, in its order.
 
-    Raises:
-        RuntimeError: a missing state (strict), see `AbsentStates`.
+    What is missing (strict) is noted in `beginning.missing`.
+
+    Args:
+        left_out: as of `AbsentStates`.
     """
-    states, saved = loaded[STATE], loaded[GROUPS]
+    optim, states, saved = beginning.optim, loaded[STATE], loaded[GROUPS]
     if is_numbered(loaded):
+        check_numbered(beginning, loaded, info.strict)
         return dict(loaded)
-    absent = AbsentStates(beginning or Beginning(optim), info.strict, bool(states))
+    check_params(optim, info.fqn_param_mapping)
+    absent = AbsentStates(beginning, info.strict, bool(states), left_out)
     group_of = {fqn: number for number, group in enumerate(saved) for fqn in group[PARAMS]}
     empty = [number for number, group in enumerate(saved) if not group[PARAMS]]
     state: dict[str, Any] = {}
@@ -50,8 +53,7 @@ def split_optim_state(
                 numbers.add(number)
             if states.get(fqn):
                 state[fqn] = states[fqn]
-            else:
-                absent.judge(fqn, param, group, None if number is None else saved[number])
+            absent.judge(fqn, param, group, None if number is None else saved[number], states.get(fqn) or ())
         if not group[PARAMS] and empty:
             # Nothing names a group without parameters but its place.
             same_place = len(saved) == len(optim.param_groups) and index in empty
@@ -59,6 +61,19 @@ def split_optim_state(
         groups.append(merged(fqns, [saved[number] for number in sorted(numbers)], group))
     absent.report()
     return {STATE: state, GROUPS: groups}
+
+
+def check_numbered(beginning: Beginning, loaded: Mapping[str, Any], strict: bool) -> None:
+    """Note what is missing of the states of parameters that have some.
+
+    Whole states may be absent: the optimizer's own `state_dict()` has none of a parameter without gradients.
+    """
+    absent = AbsentStates(beginning, strict, stateful=False, left_out=True)
+    for group, saved in zip(beginning.optim.param_groups, loaded[GROUPS]):
+        for param, number in zip(group[PARAMS], saved[PARAMS]):
+            states = loaded[STATE].get(number)
+            if states:
+                absent.judge(str(number), param, group, saved, states)
 
 
 def merged(fqns: list[str], saved: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> dict[str, Any]:
