@@ -99,7 +99,7 @@ def differs(api: Any, root: Path, what: str) -> tuple[str, str]:
     ("what", "save_says", "load_says"),
     [
         ("async_save", "async_save", ""),
-        ("save_contents", "save_contents", ""),
+        ("save_contents", "save_contents", "load_contents"),
         ("load_contents", "", "load_contents"),
         ("root", "folder", "default_local_dir"),
         ("step", "folder", ""),

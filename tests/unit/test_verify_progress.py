@@ -37,7 +37,16 @@ def test_without_a_terminal_each_finished_step_is_a_line() -> None:
         for name in ("write", "load"):
             steps.waiting(name)
             steps.finish(name, "finished")
-    assert stream.getvalue().splitlines() == ["[  5 s] 1/2 write finished", "[ 10 s] 2/2 load finished"]
+    assert stream.getvalue().splitlines() == ["[ 10 s] 1/2 write finished", "[ 20 s] 2/2 load finished"]
+
+
+def test_without_a_terminal_a_long_step_is_told_every_20_s() -> None:
+    stream = io.StringIO()
+    with Steps(1, stream) as steps:
+        for _ in range(9):
+            steps.waiting("write")
+    # The clock goes on by 5 s at each look.
+    assert stream.getvalue().splitlines() == ["[ 25 s] 1/1 write ...", "[ 50 s] 1/1 write ..."]
 
 
 def test_a_terminal_has_one_line_that_is_gone_at_the_end() -> None:

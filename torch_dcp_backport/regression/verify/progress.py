@@ -49,8 +49,8 @@ class Steps:
             self._line(f"{self._finished}/{self._total} {step} {ending}")
 
     def _line(self, text: str) -> None:
-        self._said = time.monotonic()
-        print(f"[{self._clock()}] {text}", file=self._stream, flush=True)
+        self._said = now = time.monotonic()
+        print(f"[{now - self._began:3.0f} s] {text}", file=self._stream, flush=True)
 
     def _show(self, line: str) -> None:
         """Show a line in place of the last. No escape sequences: not every terminal has them."""
