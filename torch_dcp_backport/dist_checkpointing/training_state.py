@@ -5,6 +5,7 @@ The only module of this room that knows what a model is; nothing else here impor
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -18,6 +19,7 @@ from torch_dcp_backport.dist_checkpointing._src import param_groups
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of, values_of
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
+from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
 from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing._src.values import naming_too_deep, resolved
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
@@ -46,6 +48,9 @@ Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 #: The names under which the two halves stand, as in `dcp.save({"model": ..., "optimizer": ...})`.
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE, GROUPS = "state", "param_groups"
+#: Top-level key of a checkpoint: FQN -> form of its states (`form_of`).
+FORMS = "optimizer_forms"
+NUMBER = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 #: Top-level key of a load alone: options of param groups that earlier saves have as tensors of their own.
 RATES = "tensors of param_groups"
 COMPARING = Topic("comparing the ranks' parts of the model")
@@ -142,9 +147,10 @@ def load_training_state(
         others = names_of_others(call, made)
     state = made.value
     with loading(checkpoint_dir, options) as load:
+        state.pop(FORMS, None)
         if OPTIMIZER in state:
-            states = states_of_checkpoint(model, optimizers, state[OPTIMIZER], load.checkpoint)
-            state[OPTIMIZER][STATE].update(states)
+            states = state[OPTIMIZER][STATE]
+            take_states_of_checkpoint(states, model, optimizers, load.checkpoint, trust)
         load.ask({**dict(extra or {}), **asked_of(state, load.checkpoint, process_group, trust)})
     loaded = load.result
     if isinstance(loaded, tuple):
@@ -155,11 +161,11 @@ def load_training_state(
         set_state_dict(model, optimizers, **halves)
     else:
         set_model_state_dict(model, restored[MODEL])
-    return {key: value for key, value in loaded.items() if key not in (MODEL, OPTIMIZER)}
+    return {key: value for key, value in loaded.items() if key not in (MODEL, OPTIMIZER, FORMS)}
 
 
 def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """Return the two state dicts, with DTensors."""
+    """Return the two state dicts, with DTensors; and the forms of states, where a checkpoint needs them."""
     all_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     if not all_optimizers:
         return {MODEL: get_model_state_dict(model)}
@@ -168,12 +174,14 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     except StatesUnknown:
         if FullyShardedDataParallel.fsdp_modules(model):
             raise
-        # A load takes their states from the checkpoint (`states_of_checkpoint`).
+        # A load takes their states from the checkpoint (`take_states_of_checkpoint`).
         model_state, optimizer_state = get_model_state_dict(model), known_states(model, all_optimizers)
     if GROUPS in optimizer_state:
         # verl's trainers hand on lists of their configuration: betas.
         optimizer_state[GROUPS] = resolved(optimizer_state[GROUPS], GROUPS)
-    return {MODEL: model_state, OPTIMIZER: optimizer_state}
+    forms = forms_of(model, all_optimizers, optimizer_state)
+    more = {} if forms is None else {FORMS: forms}
+    return {MODEL: model_state, OPTIMIZER: optimizer_state, **more}
 
 
 def known_states(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -352,46 +360,112 @@ def asked_of(state: Mapping[str, Any], checkpoint: Opened, group: Group, trust: 
     return asked
 
 
-def states_of_checkpoint(
-    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], checkpoint: Opened
-) -> dict[str, Any]:
-    """Return FQN -> new tensors for states that the checkpoint has in another form than an optimizer.
+def form_of(states: Any) -> Any:
+    """Return nested dicts and lists of a parameter's states, with True for tensors and None for others."""
+    if type(states) in (dict, OrderedDict):
+        return {key: form_of(part) for key, part in states.items()}
+    if type(states) is list:
+        return [form_of(part) for part in states]
+    return True if isinstance(states, torch.Tensor) else None
+
+
+def forms_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], named: Mapping[str, Any]) -> Any:
+    """Return FQN -> form of its states, of optimizers whose states only their own code knows; None if none.
+
+    A checkpoint has tensors by dotted keys, which do not tell a list from a dict, nor that a state is gone.
+
+    Args:
+        named: the optimizers' state dict.
+    """
+    params = open_ended(model, optimizers)
+    if params is None:
+        return None
+    return {fqn: form_of(named[STATE][fqn]) for fqn in params if named[STATE].get(fqn)}
+
+
+def open_ended(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Optional[dict[str, torch.Tensor]]:
+    """Return FQN -> parameter, of optimizers that are none of torch's usual ones; None without any.
+
+    Of FSDP1 none is returned: its state dicts have tensors of their own.
+    """
+    others = [optimizer for optimizer in optimizers if kind_of(optimizer) is None]
+    if not others or FullyShardedDataParallel.fsdp_modules(model):
+        return None
+    fqns = Params(model).fqns
+    return {fqns[param]: param for optimizer in others for param in params_of(optimizer) if param in fqns}
+
+
+def take_states_of_checkpoint(
+    states: dict[str, Any],
+    model: nn.Module,
+    optimizers: Optimizers,
+    checkpoint: Opened,
+    trust: bool,
+) -> None:
+    """Replace states that the checkpoint has in another form than an optimizer by new tensors for them.
 
     Only a step makes the states of an optimizer that is not one of torch's usual ones: it may fail without a
     closure (LBFGS, SAM), and later steps may make others (a history). The checkpoint says what there is, as a
     state dict says it to `load_state_dict()`. A state of its parameter's shape is cut as the parameter is.
 
     Args:
-        state: the optimizers' state dict, as of `state_of`.
+        states: FQN -> states, of a state dict of `state_of`; changed.
     """
     all_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    open_ended = [optimizer for optimizer in all_optimizers if kind_of(optimizer) is None]
-    if not open_ended or FullyShardedDataParallel.fsdp_modules(model):
-        return {}
-    fqns = Params(model).fqns
-    params = {
-        fqns[param]: param for optimizer in open_ended for param in params_of(optimizer) if param in fqns
-    }
+    params = open_ended(model, all_optimizers)
+    if params is None:
+        return
+    common = checkpoint.common_state(trust)
+    forms = common.get(FORMS) if isinstance(common, dict) else None
+    if forms is None:
+        forms = {
+            **{fqn: form_of(states[fqn]) for fqn in params if fqn in states},
+            **guessed(params, checkpoint),
+        }
     prefix = f"{OPTIMIZER}.{STATE}."
-    saved: dict[str, dict[str, torch.Size]] = {}
-    for key, stored in checkpoint.holds.tensors.items():
+    stored = checkpoint.holds.tensors
+    for fqn, param in params.items():
+        own, form = states.get(fqn, {}), forms.get(fqn, {})
+        shapes = {key: value.shape for key, value in _tensors(own, f"{prefix}{fqn}")}
+        is_alike = all(key in stored and shape == tuple(stored[key].shape) for key, shape in shapes.items())
+        if form_of(own) == form and is_alike:
+            continue
+        states.pop(fqn, None)
+        if form:
+            states[fqn] = _wanted(form, f"{prefix}{fqn}", param, stored)
+
+
+def _wanted(form: Any, path: str, param: torch.Tensor, stored: Mapping[str, Stored]) -> Any:
+    """Return a form with new tensors, and None for values that come from the common state."""
+    if isinstance(form, dict):
+        return {key: _wanted(part, joined(path, key), param, stored) for key, part in form.items()}
+    if isinstance(form, list):
+        return [_wanted(part, joined(path, number), param, stored) for number, part in enumerate(form)]
+    if form is not True:
+        return None
+    if path not in stored:
+        raise CheckpointingException(f"the checkpoint has no {path}, which its optimizer's states name")
+    return _like(param, torch.Size(stored[path].shape), stored[path].dtype)
+
+
+def guessed(params: Collection[str], checkpoint: Opened) -> dict[str, Any]:
+    """Return FQN -> form of its states by their keys alone, where these tell more than the optimizer does.
+
+    Of a checkpoint of release 0.1, which has no forms: numbers from 0 on are the places of a list.
+    """
+    prefix = f"{OPTIMIZER}.{STATE}."
+    forms: dict[str, Any] = {}
+    for key in checkpoint.holds.tensors:
         parts = key[len(prefix) :].split(".") if key.startswith(prefix) else []
         for length in range(len(parts) - 1, 0, -1):
             fqn = ".".join(parts[:length])
             if fqn in params:
-                saved.setdefault(fqn, {})[key] = torch.Size(stored.shape)
+                steps = (ListIndex(step) if NUMBER.fullmatch(step) else step for step in parts[length:])
+                place(forms.setdefault(fqn, {}), tuple(steps), True)
                 break
-    result: dict[str, Any] = {}
-    for fqn, shapes in saved.items():
-        own = dict(_tensors(state[STATE].get(fqn, {}), f"{prefix}{fqn}"))
-        if {key: value.shape for key, value in own.items()} == shapes:
-            continue
-        result[fqn] = {}
-        for key, shape in shapes.items():
-            path = key[len(f"{prefix}{fqn}.") :].split(".")
-            steps = tuple(ListIndex(step) if step.isdigit() else step for step in path)
-            place(result[fqn], steps, _like(params[fqn], shape, checkpoint.holds.tensors[key].dtype))
-    return result
+    return forms
 
 
 def _like(param: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -451,6 +525,7 @@ def restored_of(asked: Any, loaded: Any) -> Any:
     if type(asked) in (dict, OrderedDict) and isinstance(loaded, dict):
         parts = {key: restored_of(asked[key], loaded[key]) for key in asked if key in loaded}
         restored = {**parts, **{key: value for key, value in loaded.items() if key not in asked}}
+        # Of a form that was guessed.
         if any(isinstance(key, ListIndex) for key in asked) and set(restored) == set(range(len(restored))):
             return [restored[number] for number in range(len(restored))]
         return restored

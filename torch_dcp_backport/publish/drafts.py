@@ -217,7 +217,9 @@ def pid_namespace() -> str:
 def owner_of(path: Path) -> Optional[Owner]:
     """Return the content of a mark; None where it cannot be read."""
     # What another program put there may be any JSON.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError
+    ):
         said = json.loads(disk.read_whole(path))
         locked, pid = said.get("locked"), int(said["pid"])
         if not 0 < pid < 2**31:

@@ -44,6 +44,7 @@ from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Fo
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import LoadUnderWay, loading
 from torch_dcp_backport.dist_checkpointing.training_state import (
+    FORMS,
     GROUPS,
     MODEL,
     OPTIMIZER,
@@ -54,7 +55,7 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     names_of_others,
     restored_from,
     state_of,
-    states_of_checkpoint,
+    take_states_of_checkpoint,
     united,
 )
 from torch_dcp_backport.hf import (
@@ -455,6 +456,7 @@ class FSDPCheckpointManager(ShardedManager):
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with call.guard() as own:
                 state = self.halves(self.should_load_model, self.should_load_optimizer)
+                state.pop(FORMS, None)
                 views, frozen = as_dtensors(state, self.model), frozen_names(self.model)
                 own.set(views)
             common = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD))
@@ -466,10 +468,13 @@ class FSDPCheckpointManager(ShardedManager):
         strict = "raise_all" if is_all else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         with loading(path, options) as load:
-            if OPTIMIZER in state:
-                states = states_of_checkpoint(self.model, self.optimizers, state[OPTIMIZER], load.checkpoint)
-                for halves in (state, views):
-                    halves[OPTIMIZER][STATE].update(states)
+            if OPTIMIZER in state and self.partial.is_whole:
+                # What is left out of a partial load stays as it is: there both sides have to be alike.
+                take_states_of_checkpoint(
+                    state[OPTIMIZER][STATE], self.model, self.optimizers, load.checkpoint, self.trust
+                )
+                if not FullyShardedDataParallel.fsdp_modules(self.model):
+                    views[OPTIMIZER][STATE] = state[OPTIMIZER][STATE]
             view, schedule = self.ask(load, common, views, others, frozen)
         loaded = load.result
         if view.changes:
@@ -701,7 +706,9 @@ class FSDPCheckpointManager(ShardedManager):
             return {}
         state = state_of(self.model, self.optimizers if has_optimizer else ())
         wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
-        return {key: part for key, part in state.items() if wanted[key]}
+        if has_optimizer and FORMS in state:
+            wanted[FORMS] = True
+        return {key: part for key, part in state.items() if wanted.get(key)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the state dicts into the model and its optimizers.

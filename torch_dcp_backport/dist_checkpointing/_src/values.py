@@ -267,23 +267,26 @@ def naming_too_deep(value: Any) -> Iterator[None]:
 
 def why_too_deep(value: Any) -> str:
     """Return what of a value is nested too deep, without recursion."""
-    deepest: tuple[str, ...] = ()
-    above: list[tuple[int, Any, Iterator[tuple[Any, Any]]]] = [(id(value), None, iter(parts_of(value)))]
+    deepest, way = 0, list[str]()
+    keys: list[str] = []
+    above = [(id(value), iter(parts_of(value)))]
     within, known = {id(value)}, {id(value)}
     while above:
-        key, part = next(above[-1][2], (None, NOTHING))
+        key, part = next(above[-1][1], (None, NOTHING))
         if part is NOTHING:
             within.discard(above.pop()[0])
+            del keys[-1:]
             continue
-        keys = (*(str(key) for _, key, _ in above[1:]), str(key))
         if id(part) in within:
-            return f"{_way(keys)} has itself in it"
+            return f"{_way([*keys[: SHOWN_KEYS + 1], str(key)])} has itself in it"
         if id(part) not in known and parts_of(part):
             known.add(id(part))
             within.add(id(part))
-            above.append((id(part), key, iter(parts_of(part))))
-            deepest = max(deepest, keys, key=len)
-    return f"{_way(deepest)} is nested {len(deepest)} deep, which Python's stack does not hold"
+            above.append((id(part), iter(parts_of(part))))
+            keys.append(str(key))
+            if len(keys) > deepest:
+                deepest, way = len(keys), keys[: SHOWN_KEYS + 1]
+    return f"{_way(way)} is nested {deepest} deep, which Python's stack does not hold"
 
 
 def _way(keys: Sequence[str]) -> str:

@@ -219,7 +219,9 @@ class _Running:
         except RuntimeError as error:
             logger.error("no thread can be started (%s): what the save left stays", error)
             return
-        worker.wait(min(timeout, PATIENCE))
+        # Behind a writer that was given up it would be as long again, which other ranks wait for.
+        if self.worker is None or self.worker.wait(0):
+            worker.wait(min(timeout, PATIENCE))
         worker.give_up()
 
     def _abandon(self) -> None:
