@@ -233,6 +233,52 @@ def test_an_optimizer_that_is_not_torchs_own(api: Any, way: str) -> None:
     assert len(fresh.state) == len(list(model.parameters())) - 1
 
 
+class Late(Slow):
+    """Has a state in its first step alone."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] == 1:
+                state["warm"] = torch.ones(1)
+            else:
+                state.pop("warm", None)
+
+
+class Subclass(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(world=2)
+def test_a_state_that_no_parameter_has_is_not_missing(api: Any, way: str) -> None:
+    """A later step took it away, or the saved settings have none."""
+    model = wrapped("plain")
+    cases: list[tuple[Any, Any]] = [
+        (Late(model.parameters()), Late),
+        (Subclass(model.parameters()), lambda params: Subclass(params, amsgrad=True)),
+    ]
+    for optim, make in cases:
+        for _ in range(2):
+            step(model, optim)
+        fresh = make(model.parameters())
+        load(api, model, fresh, saved(api, model, optim, way), way)
+        assert len(fresh.state) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(world=2)
+def test_adagrad_makes_its_states_when_it_is_made(api: Any, way: str) -> None:
+    model = wrapped("plain")
+    optim = torch.optim.Adagrad(model.parameters())
+    step(model, optim)
+    state = saved(api, model, optim, way)
+    cuts = (("head.weight", "sum"),)
+    cut(state, cuts)
+    check_named(error_of(api, model, torch.optim.Adagrad(model.parameters()), state, way), cuts)
+
+
 @pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
 @on_ranks(world=2)
 def test_numbered_states(api: Any, way: str) -> None:

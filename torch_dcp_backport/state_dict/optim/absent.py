@@ -51,6 +51,11 @@ class AbsentStates:
         kind = beginning.kind
         self.left_out = kind is None or not kind.neutral if left_out is None else left_out
         self.fqns: list[str] = []
+        #: Of an optimizer that is not torch's own: the states that any parameter has, and what each lacks of
+        #: those of a first step. Later steps may drop one, of all parameters.
+        self.knows_less = kind is None and type(beginning.optim) is not torch.optim.Adagrad
+        self.seen: set[str] = set()
+        self.doubtful: list[tuple[str, set[str]]] = []
 
     def judge(
         self,
@@ -72,11 +77,17 @@ class AbsentStates:
             return
         if states:
             needed = self.beginning.names_after_load(param, group, saved or {})
-            names = {str(name) for name in needed if name not in states} | set(map(spell_key, missing))
+            names = {str(name) for name in needed if name not in states}
+            plain = list(missing)
+            if self.knows_less:
+                names |= {str(path[0]) for path in plain if path[0] not in states}
+                self.seen.update(map(str, states))
+                self.doubtful.append((fqn, names))
+                names, plain = set(), [path for path in plain if path[0] in states]
+            names |= set(map(spell_key, plain))
             # SGD starts a momentum that it does not find.
             if names and type(self.beginning.optim) is not torch.optim.SGD:
-                spelled = ", ".join(map(repr, sorted(names)))
-                self.miss(fqn, f"{spelled} {'are' if len(names) > 1 else 'is'} not among its saved states")
+                self.miss_some(fqn, names)
             return
         if saved is not None:
             foreign = self.foreign(group, saved)
@@ -90,6 +101,10 @@ class AbsentStates:
                 return
         if self.stateful:
             self.miss(fqn, NO_STATE)
+
+    def miss_some(self, fqn: str, names: Collection[str]) -> None:
+        spelled = ", ".join(map(repr, sorted(names)))
+        self.miss(fqn, f"{spelled} {'are' if len(names) > 1 else 'is'} not among its saved states")
 
     def miss(self, fqn: str, reason: str) -> None:
         self.beginning.missing.setdefault(reason, []).append(fqn)
@@ -114,7 +129,10 @@ class AbsentStates:
         )
 
     def report(self) -> None:
-        """Log what starts from nothing; `missing_states` says what is missing."""
+        """Log what starts from nothing, once all are judged; `missing_states` says what is missing."""
+        for fqn, names in self.doubtful:
+            if names & self.seen:
+                self.miss_some(fqn, names & self.seen)
         if self.fqns and not self.beginning.missing:
             logger.warning(
                 "%d parameters have no state in the state dict and start from nothing, for instance %s",

@@ -364,8 +364,12 @@ class Beginning:
     ) -> frozenset[str]:
         """The states that a step needs of a parameter once its group has the saved settings.
 
-        Of an optimizer that is not torch's own only those are known that were made for the load.
+        Of an optimizer that is not torch's own only those are known that were made for the load: later steps
+        may have made others of them.
         """
+        if type(self.optim) is torch.optim.Adagrad:
+            # It makes them when it is made.
+            return frozenset(("step", "sum"))
         if self.kind is None:
             return frozenset(self.optim.state.get(param, ())) if self.was_fresh else frozenset()
         # A dict without AMSGrad's maximum turns AMSGrad off, and the other way round.

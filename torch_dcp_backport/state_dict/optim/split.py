@@ -74,6 +74,7 @@ def check_numbered(beginning: Beginning, loaded: Mapping[str, Any], strict: bool
             states = loaded[STATE].get(number)
             if states:
                 absent.judge(str(number), param, group, saved, states)
+    absent.report()
 
 
 def merged(fqns: list[str], saved: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> dict[str, Any]:
