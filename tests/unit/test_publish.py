@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish import disk, drafts
 from torch_dcp_backport.publish.drafts import (
     OWNER,
     Draft,
@@ -289,3 +289,23 @@ def test_what_a_killed_process_had_replaced_goes(target: Path) -> None:
     again.discard()
     assert (target / "below" / "file").read_bytes() == b"new"
     assert os.listdir(target.parent) == ["target"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"host": "x", "pid": Infinity, "started": null}',
+        '{"host": "x", "pid": 1e400, "started": "1"}',
+        '{"host": "x", "pid": 7, "started": "1", "locked": [Infinity, 1]}',
+        '{"host": "x", "pid": NaN, "started": "1"}',
+        '{"host": "x", "pid": 7, "started": "1", "locked": [1]}',
+        "[1, 2]",
+        "7",
+    ],
+)
+def test_a_mark_of_anything_is_judged_by_time(tmp_path: Path, monkeypatch, content: str) -> None:
+    """A save reads the marks of all drafts: it must not fail of one."""
+    (tmp_path / drafts.OWNER).write_text(content)
+    assert drafts.is_alive(tmp_path)
+    monkeypatch.setattr(drafts, "ABANDONED", -1.0)
+    assert not drafts.is_alive(tmp_path)
