@@ -65,7 +65,17 @@ ROOMS = (
 #: Of the shim on torch 2.4 to 2.6 (--old), in tools/gpu_shim.py: calls that stock torch gets as well,
 SHIM_COMPARED = ("load-every", "load-every-meta", "shards", "optim-offload")
 #: calls that stock torch does not get: of some it fails, for others its ranks wait for each other,
-SHIM_ALONE = ("both", "both-flat", "files", "train", "train-product", "train-offload", "hsdp", "fsdp1", "async-save")
+SHIM_ALONE = (
+    "both",
+    "both-flat",
+    "files",
+    "train",
+    "train-product",
+    "train-offload",
+    "hsdp",
+    "fsdp1",
+    "async-save",
+)
 #: loads for which the GPU has no room on stock torch,
 SHORT = ("short-load", "short-meta", "short-optim")
 #: and both codes in turn, in one process group.
@@ -77,7 +87,7 @@ BESIDE = (
     "beside-optim-load",
     "beside-optim-get",
 )
-OLD_STEPS = ("env", "nccl", "fault", "shipped")
+OLD_STEPS = ("env", "nccl", "fault", "shipped", "stock")
 OLD_NEEDS = "--old needs torch 2.4 to 2.6 with CUDA, one NVIDIA GPU, wrapt and packaging"
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory")
 #: What NCCL makes of messages: in one batch on both ranks, and in two batches on one of them.
@@ -174,6 +184,8 @@ def main() -> int:
         "--seconds", type=float, help="570, with --old 360; what has not begun by then is not run"
     )
     args = parser.parse_args()
+    # An end from outside must not leave ranks on the GPU: `finally` ends them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     args.ranks = args.ranks or (["2", "3", "4"] if args.old else ["2", "3"])
     args.json = args.json or Path("gpu-old.json" if args.old else "gpu.json")
     args.seconds = args.seconds or (360.0 if args.old else 570.0)
@@ -267,6 +279,8 @@ def old_steps(run: Run) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "fault", lambda: fault(run, "source")
     if run.args.device == "cuda" and wanted(run, "shipped"):
         yield "shipped", lambda: shipped(run)
+    if wanted(run, "stock"):
+        yield "stock", lambda: stock_calls(run).run_all(run)
 
 
 def sanitizer(run: Run) -> None:
@@ -474,7 +488,8 @@ class Ranks:
         while first < len(self.cases):
             if run.left < 15:
                 for case in self.cases[first:]:
-                    run.add(Row(self.name, spell(case), None, False, "not run: no time left"))
+                    ok = None if case[1] == "stock" else False
+                    run.add(Row(self.name, spell(case), None, ok, "not run: no time left"))
                 return
             first = self.run_from(run, first)
 
@@ -658,38 +673,42 @@ def rank_steps(run: Run, world: int) -> list[Ranks]:
 
 
 def old_rank_steps(run: Run, world: int) -> list[Ranks]:
-    """The cases of the shim, those first that say most; stock torch's own last, as they may fail or wait."""
+    """The cases of the shim, those first that say most; they share processes, for a start takes seconds."""
     on_gpu = run.args.device == "cuda"
     name = f"{'nccl' if on_gpu else 'gloo'}-{world}"
     first, both = ("nccl", "cpu:gloo,cuda:nccl") if on_gpu else ("gloo", "cpu:gloo,cuda:gloo")
-
-    def ranks(more: str, names: Sequence[str], size: str, who: str = "shim", **options: Any) -> Ranks:
-        cases = chosen(run, [(case, who, size) for case in names])
-        return Ranks(f"{name} {more}".strip(), world, options.pop("backend", first), cases, **options)
-
     calls = (*COMPARED, *OPTIMIZER, *SHIM_COMPARED)
+
+    def of_shim(names: Sequence[str], size: str) -> list[Case]:
+        return chosen(run, [(case, "shim", size) for case in names])
+
     # An asynchronous save needs a group for tensors on the host.
     alone = [case for case in SHIM_ALONE if case != "async-save"]
     if world > 3:
-        return [ranks("", ("load", "get-first", "hsdp"), "small")]
+        return [Ranks(name, world, first, of_shim(("load", "get-first", "hsdp"), "small"))]
     if world > 2:
-        less = ("load-meta", "get-all", "errors", *alone)
-        return [ranks("", less, "small"), ranks("large", ("short-load", "beside-meta"), "large")]
+        small = of_shim(("load-meta", "get-all", "errors", *alone), "small")
+        large = of_shim(("short-load", "beside-meta", "beside-get-first", "beside-optim-load"), "large")
+        return [Ranks(name, world, first, [*small, *large])]
+    mixed = ("load", "get-first", *OPTIMIZER, "both", "files", "async-save")
+    large = of_shim((*SHORT, *BESIDE), "large")
     steps = [
-        ranks("", (*calls, "errors", *alone), "small"),
-        ranks("short", SHORT, "large"),
-        ranks("beside", BESIDE, "large"),
-        ranks(
-            "both groups",
-            ("load", "get-first", *OPTIMIZER, "both", "files", "async-save"),
-            "small",
-            backend=both,
-        ),
-        ranks("short", SHORT, "large", "stock"),
+        Ranks(name, world, first, [*of_shim((*calls, "errors", *alone), "small"), *large]),
+        # Each ends its ranks.
+        Ranks(f"{name} stock", world, first, chosen(run, [(case, "stock", "large") for case in SHORT])),
+        Ranks(f"{name} {'mixed' if on_gpu else 'both'}", world, both, of_shim(mixed, "small")),
     ]
     if on_gpu:
-        steps.append(ranks("no device", ("load", "load-plain", "optim-load"), "small", set_device=False))
-    return [*steps, ranks("stock", calls, "small", "stock")]
+        bare = of_shim(("load", "load-plain", "optim-load"), "small")
+        steps.append(Ranks(f"{name} no device", world, first, bare, set_device=False))
+    return steps
+
+
+def stock_calls(run: Run) -> Ranks:
+    """What stock torch makes of the same calls. Some fail, and some wait for ever: so they come last."""
+    backend = "nccl" if run.args.device == "cuda" else "gloo"
+    cases = [(case, "stock", "small") for case in (*COMPARED, *OPTIMIZER, *SHIM_COMPARED)]
+    return Ranks(f"{backend}-2 calls", 2, backend, chosen(run, cases), case_seconds=20.0)
 
 
 def pairs(names: Sequence[str], size: str) -> list[Case]:
