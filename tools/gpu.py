@@ -596,7 +596,8 @@ class Ranks:
         # Stock torch is the comparison: it is not ours to mend.
         ok = None if problem and case[1] == "stock" else not problem
         if case[1] == "stock" and case[0] in SHORT:
-            ok = bool(OUT_OF_MEMORY.search(problem)) if problem else None
+            # That is what it is to show; that it fails otherwise, or not at all, says nothing of us.
+            ok = True if OUT_OF_MEMORY.search(problem) else None
         row = Row(
             self.name,
             spell(case),
@@ -612,7 +613,8 @@ class Ranks:
         row.added = max((event["added"] for event in done if "added" in event), default=None)
         if problem:
             return row
-        parts = [done[0]["note"]] if done[0].get("note") else []
+        parts = ["it had room enough"] if ok is None else []
+        parts += [done[0]["note"]] if done[0].get("note") else []
         if "peak" in done[0]:
             parts.append("torch's peak " + "/".join(f"{event['peak'] / MIB:.1f}" for event in done))
         reports = [event["report"] for event in done if "report" in event]
