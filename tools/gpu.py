@@ -695,7 +695,7 @@ def old_rank_steps(run: Run, world: int) -> list[Ranks]:
     mixed = ("load", "get-first", *OPTIMIZER, "both", "files", "async-save")
     large = of_shim((*SHORT, *BESIDE), "large")
     steps = [
-        Ranks(name, world, first, [*of_shim((*calls, "errors", *alone), "small"), *large]),
+        Ranks(name, world, first, [*of_shim((*calls, "errors", *alone), "small"), *large], case_seconds=60.0),
         # Each ends its ranks.
         Ranks(f"{name} stock", world, first, chosen(run, [(case, "stock", "large") for case in SHORT])),
         Ranks(f"{name} {'mixed' if on_gpu else 'both'}", world, both, of_shim(mixed, "small")),
