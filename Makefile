@@ -17,7 +17,7 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers newest megatron megatron-2.4 megatron-newer emulated conformance reliability \
-	patched-page lint wheel docs gpu
+	patched-page lint wheel docs gpu gpu-old
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test-matrix   torch 2.4 to 2.7 and a current one; torch 2.6 on Python 3.9 and 3.13'
 	@echo 'make emulated      loads, gets and checkpoints on an emulated accelerator, by the rules of NCCL'
 	@echo 'make gpu           on a machine with one NVIDIA GPU, with the torch that is there: a table and gpu.json'
+	@echo 'make gpu-old       the same for the shim, where that torch is 2.4 to 2.6: a table and gpu-old.json'
 	@echo 'make clients       lightning-fabric, accelerate, torchtune and verl as they are'
 	@echo 'The others, and what writes pages of docs/: CONTRIBUTING.md. All need python3 >= 3.9 with venv.'
 
@@ -175,3 +176,7 @@ docs:
 # What one NVIDIA GPU can tell, with the torch of $(PYTHON), within 10 minutes; no lane: those have CPU builds.
 gpu:
 	$(PYTHON) tools/gpu.py
+
+# The shim by torch's own names, beside stock torch, with torch 2.4 to 2.6 and one NVIDIA GPU, within 6 minutes.
+gpu-old:
+	$(PYTHON) tools/gpu.py --old

@@ -2,6 +2,7 @@
 """What a machine with one NVIDIA GPU can tell of this package, in one table and one JSON file.
 
     gpu.py [--only STEP,...] [--ranks 2,3] [--json gpu.json]
+    gpu.py --old ...                          the shim on torch 2.4 to 2.6, by torch's own names
 
 Uses the torch that is there. Several NCCL ranks on one GPU are not supported by NCCL: each says that it is
 another host (NCCL_HOSTID), and they talk through sockets on lo. So these rows show right values, memory and
@@ -61,6 +62,34 @@ ROOMS = (
     "engine-ulysses",
     "engine-lora",
 )
+#: Of the shim on torch 2.4 to 2.6 (--old), in tools/gpu_shim.py: calls that stock torch gets as well,
+SHIM_COMPARED = ("load-every", "load-every-meta", "shards", "optim-offload")
+#: calls that stock torch does not get: of some it fails, for others its ranks wait for each other,
+SHIM_ALONE = (
+    "both",
+    "both-flat",
+    "files",
+    "train",
+    "train-product",
+    "train-offload",
+    "hsdp",
+    "fsdp1",
+    "async-save",
+)
+#: loads for which the GPU has no room on stock torch,
+SHORT = ("short-load", "short-meta", "short-optim")
+#: and both codes in turn, in one process group.
+BESIDE = (
+    "beside-load",
+    "beside-meta",
+    "beside-get-first",
+    "beside-get-all",
+    "beside-optim-load",
+    "beside-optim-get",
+)
+OLD_STEPS = ("env", "nccl", "fault", "shipped", "stock")
+OLD_NEEDS = "--old needs torch 2.4 to 2.6 with CUDA, one NVIDIA GPU, wrapt and packaging"
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory")
 #: What NCCL makes of messages: in one batch on both ranks, and in two batches on one of them.
 PROBES = ("messages", "messages-unlike")
 
@@ -108,6 +137,16 @@ class Run:
     def left(self) -> float:
         return self.args.seconds - (time.monotonic() - self.start)
 
+    @property
+    def steps(self) -> Sequence[str]:
+        only: Optional[list[str]] = self.args.only
+        return (OLD_STEPS if self.args.old else STEPS) if only is None else only
+
+    @property
+    def ours(self) -> str:
+        """Who is compared with stock torch."""
+        return "shim" if self.args.old else "ours"
+
     def add(self, row: Row, log: str = "") -> None:
         """Print the row, with the end of the log if it failed, and write the file anew."""
         self.rows.append(row)
@@ -130,15 +169,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     listed = {"type": lambda text: text.split(",")}
-    parser.add_argument("--only", **listed, help=f"of {','.join((*STEPS, *MORE_STEPS))}; nccl-2 is one part")
-    parser.add_argument("--ranks", **listed, default=["2", "3"], help="numbers of NCCL ranks")
+    parser.add_argument("--old", action="store_true", help="the shim, on torch 2.4 to 2.6")
+    parser.add_argument(
+        "--only",
+        **listed,
+        help=f"of {','.join((*STEPS, *MORE_STEPS))}; of --old {','.join(OLD_STEPS)}; nccl-2 is one part",
+    )
+    parser.add_argument("--ranks", **listed, help="numbers of NCCL ranks: 2,3; with --old 2,3,4")
     parser.add_argument("--cases", **listed, help="only these cases of the ranks")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--json", type=Path, help="gpu.json, with --old gpu-old.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--mib", type=int, default=256, help="of the large model")
-    parser.add_argument("--seconds", type=float, default=570, help="what has not begun by then is not run")
+    parser.add_argument(
+        "--seconds", type=float, help="570, with --old 360; what has not begun by then is not run"
+    )
     args = parser.parse_args()
-    if args.device == "cuda" and not has_cuda():
+    # An end from outside must not leave ranks on the GPU: `finally` ends them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    args.ranks = args.ranks or (["2", "3", "4"] if args.old else ["2", "3"])
+    args.json = args.json or Path("gpu-old.json" if args.old else "gpu.json")
+    args.seconds = args.seconds or (360.0 if args.old else 570.0)
+    if args.old:
+        lacking = lacking_for_old(args.device)
+        if lacking:
+            print(f"{OLD_NEEDS}; here {lacking}")
+            return 2
+    elif args.device == "cuda" and not has_cuda():
         print(NO_DEVICE)
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
@@ -156,9 +212,24 @@ def has_cuda() -> bool:
     return asked.returncode == 0
 
 
+def lacking_for_old(device: str) -> str:
+    """Return what --old needs and this Python has not."""
+    code = (
+        "import torch, wrapt, packaging.version as v; cuda = torch.cuda.is_available();"
+        "print(v.Version(torch.__version__).release[:2] in ((2, 4), (2, 5), (2, 6)), cuda, torch.__version__)"
+    )
+    # Without the package: its import would look at torch, too.
+    asked = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    if asked.returncode:
+        return (asked.stderr.strip().splitlines() or [ended(asked.returncode)])[-1]
+    is_old, has_gpu, version = asked.stdout.split()
+    if is_old != "True":
+        return f"is torch {version}"
+    return f"torch {version} sees no GPU" if device == "cuda" and has_gpu != "True" else ""
+
+
 def wanted(run: Run, *names: str) -> bool:
-    only = run.args.only
-    return any(name in (STEPS if only is None else only) for name in names)
+    return any(name in run.steps for name in names)
 
 
 def steps(run: Run) -> None:
@@ -176,6 +247,9 @@ def chosen_steps(run: Run) -> Iterator[tuple[str, Callable[[], None]]]:
     on_gpu = run.args.device == "cuda"
     if on_gpu and wanted(run, "env"):
         yield "env", lambda: alone(run, "env", 60.0)
+    if run.args.old:
+        yield from old_steps(run)
+        return
     if on_gpu and wanted(run, "copies"):
         yield "copies", lambda: alone(run, "copies", 90.0)
     if wanted(run, "cpu"):
@@ -198,6 +272,17 @@ def chosen_steps(run: Run) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "sanitizer", lambda: sanitizer(run)
 
 
+def old_steps(run: Run) -> Iterator[tuple[str, Callable[[], None]]]:
+    for world in (int(world) for world in run.args.ranks if wanted(run, "nccl", f"nccl-{world}")):
+        yield f"nccl-{world}", functools.partial(run_ranks, run, world)
+    if wanted(run, "fault"):
+        yield "fault", lambda: fault(run, "source")
+    if run.args.device == "cuda" and wanted(run, "shipped"):
+        yield "shipped", lambda: shipped(run)
+    if wanted(run, "stock"):
+        yield "stock", lambda: stock_calls(run).run_all(run)
+
+
 def sanitizer(run: Run) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
@@ -208,7 +293,7 @@ def sanitizer(run: Run) -> None:
 
 
 def run_ranks(run: Run, world: int) -> None:
-    for step in rank_steps(run, world):
+    for step in (old_rank_steps if run.args.old else rank_steps)(run, world):
         step.run_all(run)
 
 
@@ -320,13 +405,16 @@ def shipped(run: Run) -> None:
     """The package's own GPU tests: 4 ranks share the GPU over gloo."""
     start = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command = [*pytest, "--pyargs", "torch_dcp_backport.regression", "-m", "gpu", "-k", "direct"]
+    command = [*pytest, "--pyargs", "torch_dcp_backport.regression", "-m", "gpu"]
+    # The way that is not this run's, on an old torch, takes as long again.
+    command += ["-k", "patched or stock" if run.args.old else "direct"]
     output, problem = finished(run, "shipped", command, 150.0, environment())
     counts = {
         word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", output)
     }
     text = ", ".join(f"{number} {word}" for word, number in counts.items()) or "no summary"
-    ok = not problem and bool(counts.get("passed")) and not counts.get("skipped")
+    # Of stock torch some say that there is nothing to see.
+    ok = not problem and bool(counts.get("passed")) and (run.args.old or not counts.get("skipped"))
     run.add(
         Row("shipped", "4 ranks over gloo", time.monotonic() - start, ok, f"{text}; {problem}".rstrip("; ")),
         output,
@@ -400,7 +488,8 @@ class Ranks:
         while first < len(self.cases):
             if run.left < 15:
                 for case in self.cases[first:]:
-                    run.add(Row(self.name, spell(case), None, False, "not run: no time left"))
+                    ok = None if case[1] == "stock" else False
+                    run.add(Row(self.name, spell(case), None, ok, "not run: no time left"))
                 return
             first = self.run_from(run, first)
 
@@ -428,8 +517,8 @@ class Ranks:
         processes = []
         try:
             for rank in range(self.world):
-                # Stock torch stays stock on the releases that the package patches.
-                more = {"TORCH_DCP_BACKPORT": "off"}
+                # Stock torch stays stock on the releases that the package patches, but for --old.
+                more = {"TORCH_DCP_BACKPORT": "auto" if run.args.old else "off"}
                 if run.args.device == "cuda":
                     more.update(unsupported_nccl(rank))
                 with open(folder / f"{rank}.log", "wb") as log:
@@ -506,6 +595,9 @@ class Ranks:
         done = [event for event in found if event is not None and event["event"] == "done"]
         # Stock torch is the comparison: it is not ours to mend.
         ok = None if problem and case[1] == "stock" else not problem
+        if case[1] == "stock" and case[0] in SHORT:
+            # That is what it is to show; that it fails otherwise, or not at all, says nothing of us.
+            ok = True if OUT_OF_MEMORY.search(problem) else None
         row = Row(
             self.name,
             spell(case),
@@ -521,7 +613,8 @@ class Ranks:
         row.added = max((event["added"] for event in done if "added" in event), default=None)
         if problem:
             return row
-        parts = [done[0]["note"]] if done[0].get("note") else []
+        parts = ["it had room enough"] if ok is None else []
+        parts += [done[0]["note"]] if done[0].get("note") else []
         if "peak" in done[0]:
             parts.append("torch's peak " + "/".join(f"{event['peak'] / MIB:.1f}" for event in done))
         reports = [event["report"] for event in done if "report" in event]
@@ -581,6 +674,45 @@ def rank_steps(run: Run, world: int) -> list[Ranks]:
     return steps
 
 
+def old_rank_steps(run: Run, world: int) -> list[Ranks]:
+    """The cases of the shim, those first that say most; they share processes, for a start takes seconds."""
+    on_gpu = run.args.device == "cuda"
+    name = f"{'nccl' if on_gpu else 'gloo'}-{world}"
+    first, both = ("nccl", "cpu:gloo,cuda:nccl") if on_gpu else ("gloo", "cpu:gloo,cuda:gloo")
+    calls = (*COMPARED, *OPTIMIZER, *SHIM_COMPARED)
+
+    def of_shim(names: Sequence[str], size: str) -> list[Case]:
+        return chosen(run, [(case, "shim", size) for case in names])
+
+    # An asynchronous save needs a group for tensors on the host.
+    alone = [case for case in SHIM_ALONE if case != "async-save"]
+    if world > 3:
+        return [Ranks(name, world, first, of_shim(("load", "get-first", "hsdp"), "small"))]
+    if world > 2:
+        small = of_shim(("load-meta", "get-all", "errors", *alone), "small")
+        large = of_shim(("short-load", "beside-meta", "beside-get-first", "beside-optim-load"), "large")
+        return [Ranks(name, world, first, [*small, *large])]
+    mixed = ("load", "get-first", *OPTIMIZER, "both", "files", "async-save")
+    large = of_shim((*SHORT, *BESIDE), "large")
+    steps = [
+        Ranks(name, world, first, [*of_shim((*calls, "errors", *alone), "small"), *large], case_seconds=60.0),
+        # Each ends its ranks.
+        Ranks(f"{name} stock", world, first, chosen(run, [(case, "stock", "large") for case in SHORT])),
+        Ranks(f"{name} {'mixed' if on_gpu else 'both'}", world, both, of_shim(mixed, "small")),
+    ]
+    if on_gpu:
+        bare = of_shim(("load", "load-plain", "optim-load"), "small")
+        steps.append(Ranks(f"{name} no device", world, first, bare, set_device=False))
+    return steps
+
+
+def stock_calls(run: Run) -> Ranks:
+    """What stock torch makes of the same calls. Some fail, and some wait for ever: so they come last."""
+    backend = "nccl" if run.args.device == "cuda" else "gloo"
+    cases = [(case, "stock", "small") for case in (*COMPARED, *OPTIMIZER, *SHIM_COMPARED)]
+    return Ranks(f"{backend}-2 calls", 2, backend, chosen(run, cases), case_seconds=20.0)
+
+
 def pairs(names: Sequence[str], size: str) -> list[Case]:
     return [(name, who, size) for name in names for who in ("ours", "stock")]
 
@@ -593,7 +725,7 @@ def chosen(run: Run, cases: Sequence[Case]) -> list[Case]:
 def fault(run: Run, name: str) -> None:
     """Two ranks, a group timeout of 10 s: what each rank sees, and when."""
     backend = "nccl" if run.args.device == "cuda" else "gloo"
-    case = (f"fault-{name}", "ours", "large")
+    case = (f"fault-{name}", run.ours, "large")
     ranks = Ranks(f"fault-{name}", 2, backend, [case], timeout=10.0, case_seconds=60.0, linger=25.0)
     if run.left < 30:
         run.add(Row("fault", name, None, False, "not run: no time left"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import tempfile
 import time
@@ -15,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
+from torch_dcp_backport.regression import meter
 
 MIB = 2**20
 
@@ -31,6 +33,8 @@ class Place:
     mib: int
     measured: dict[str, Any] = field(default_factory=dict)
     said: int = 0
+    #: Bytes that are left to each rank while a case is timed; None: all that there are.
+    room: Optional[int] = None
 
     @property
     def device(self) -> torch.device:
@@ -46,6 +50,11 @@ class Place:
     def synchronize(self) -> None:
         if self.kind == "cuda":
             torch.cuda.synchronize()
+
+    def told(self, key: str, value: Any) -> list[Any]:
+        """Return what every rank says under a key; through the store, for it is no message of the group."""
+        self.store.set(f"told/{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"told/{key}/{rank}")) for rank in range(self.world)]
 
     def outside(self) -> Optional[int]:
         """Bytes of the GPU outside torch's allocators of all ranks; all ranks wait here for each other.
@@ -69,23 +78,54 @@ class Place:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Measure what is inside: seconds, memory outside torch, torch's own peak, the transfer's report."""
-        if self.kind == "cuda":
+        is_on_gpu = self.kind == "cuda"
+        if is_on_gpu:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            allocated = torch.cuda.memory_allocated()
         before, last = self.outside(), transfer.last_report()
-        start = time.perf_counter()
-        yield
-        self.synchronize()
-        self.measured["seconds"] = time.perf_counter() - start
+        with self.filled():
+            if is_on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+                allocated = torch.cuda.memory_allocated()
+            start = time.perf_counter()
+            yield
+            self.synchronize()
+            self.measured["seconds"] = time.perf_counter() - start
+            if is_on_gpu:
+                self.measured["peak"] = torch.cuda.max_memory_allocated() - allocated
         after, report = self.outside(), transfer.last_report()
         if before is not None and after is not None:
             self.measured.update(outside=after, added=after - before)
-            self.measured["peak"] = torch.cuda.max_memory_allocated() - allocated
         if report is not None and report is not last:
             names = ("operation", "bytes_sent", "bytes_received", "chunks", "rounds", "staging_bytes")
             self.measured["report"] = {name: getattr(report, name) for name in names}
             self.measured["report"]["seconds"] = dict(report.seconds)
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """Fill the GPU (on the CPU: limit this process) so that each rank has its room and no more.
+
+        After an error it stays filled, until the process ends.
+        """
+        if self.room is None:
+            yield
+            return
+        if self.kind == "cpu":
+            with meter.data_limit(self.room):
+                yield
+            return
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+        self.outside()
+        filler = None
+        if self.is_first:
+            free, _ = torch.cuda.mem_get_info()
+            filler = torch.empty(free - self.room * self.world, dtype=torch.uint8, device=self.device)
+            self.measured["filled"], self.measured["left"] = filler.numel(), torch.cuda.mem_get_info()[0]
+        self.outside()
+        yield
+        self.outside()
+        del filler
+        torch.cuda.empty_cache()
+        self.outside()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
     gpu_ranks.py PLAN RANK
 
-All ranks share one device. Every value is compared bit by bit with tensors that each rank makes itself, cut
-by torch.chunk: no code that is tested takes part in the check.
+All ranks share one device.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import collections.abc
 import faulthandler
 import functools
 import gc
-import importlib
 import json
 import os
 import sys
@@ -25,231 +23,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_dcp_backport import compat, dist_checkpointing, transfer
+from torch_dcp_backport.compat import Replicate, Shard
 
-from gpu_place import MIB, Place, shared_folder  # isort: skip
+import gpu_calls  # isort: skip
 import gpu_rooms  # isort: skip
-
-MODULES = {"ours": "torch_dcp_backport.state_dict", "stock": "torch.distributed.checkpoint.state_dict"}
-
-
-# --- models and what is expected of them ---
-
-
-class Small(nn.Module):
-    """Odd sizes, some smaller than the number of ranks, a tied weight, buffers."""
-
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(33, 24)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(24, 50), nn.LayerNorm(50), nn.Linear(50, 24)) for _ in range(4)
-        )
-        self.head = nn.Linear(24, 33, bias=False)
-        if tied:
-            self.head.weight = self.emb.weight
-        self.register_buffer("count", torch.zeros(3))
-        self.register_buffer("flag", torch.zeros((), dtype=torch.bool))
-
-
-class Large(nn.Module):
-    def __init__(self, mib: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(max(1, mib // 16)))
-
-
-def build(place: Place, size: str, tied: bool = True) -> nn.Module:
-    return Small(tied) if size == "small" else Large(place.mib)
-
-
-@functools.lru_cache(maxsize=4)
-def values(size: str, mib: int, tied: bool, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The full state, the same on every rank."""
-    with torch.device("meta"):
-        net = Small(tied) if size == "small" else Large(mib)
-    random = torch.Generator().manual_seed(seed)
-    full = {
-        key: torch.randn(value.shape, generator=random)
-        if value.is_floating_point()
-        else torch.ones(value.shape, dtype=value.dtype)
-        for key, value in net.state_dict().items()
-    }
-    if size == "small" and tied:
-        full["head.weight"] = full["emb.weight"]
-    return full
-
-
-def sharded(
-    place: Place, size: str, *, meta: bool = False, tied: bool = True, offload: bool = False
-) -> nn.Module:
-    """A model under FSDP2, with values that are not those that are loaded."""
-    fsdp2 = compat.fsdp2()
-    torch.manual_seed(1 + place.rank)
-    with torch.device("meta") if meta else place.device:
-        net = build(place, size, tied)
-    # Without a GPU there is nothing to pin for.
-    policy = fsdp2.CPUOffloadPolicy(pin_memory=place.kind == "cuda")
-    more = {"offload_policy": policy} if offload else {}
-    mesh = place.mesh()
-    for layer in net.layers:
-        fsdp2.fully_shard(layer, mesh=mesh, **more)
-    fsdp2.fully_shard(net, mesh=mesh, **more)
-    return net
-
-
-def part(place: Place, full: torch.Tensor) -> torch.Tensor:
-    """This rank's shard along the first dimension."""
-    parts = full.chunk(place.world)
-    return parts[place.rank] if place.rank < len(parts) else full[:0]
-
-
-def check_model(place: Place, net: nn.Module, full: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    wrong = []
-    for key, value in {
-        **dict(net.named_parameters(remove_duplicate=False)),
-        **dict(net.named_buffers()),
-    }.items():
-        is_sharded = isinstance(value, DTensor)
-        local = value._local_tensor if is_sharded else value.detach()
-        want = part(place, full[key]) if is_sharded else full[key]
-        # Buffers stay on the accelerator where parameters are offloaded.
-        is_placed = local.device == device or not is_sharded
-        if local.is_meta or not is_placed or not torch.equal(local.cpu(), want):
-            wrong.append(f"{key} on {local.device}")
-    assert not wrong, f"wrong: {wrong}"
-
-
-def check_full(got: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor], kind: str) -> None:
-    assert set(got) == set(full), sorted(set(got) ^ set(full))
-    wrong = [k for k, v in got.items() if v.device.type != kind or not torch.equal(v.cpu(), full[k])]
-    assert not wrong, f"wrong: {wrong}"
-
-
-def full_options(**more: bool) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, **more)
+import gpu_shim  # isort: skip
+from gpu_calls import (  # isort: skip
+    adamw,
+    check_model,
+    check_optimizer,
+    filled,
+    filled_optimizer,
+    full_options,
+    functions,
+    part,
+    sharded,
+    values,
+)
+from gpu_place import MIB, Place, shared_folder  # isort: skip
 
 
 # --- the cases: (place, the module whose functions are called, size) ---
-
-
-def load(place: Place, api: Any, size: str, *, meta: bool = False, on_device: bool = False) -> None:
-    net, full = sharded(place, size, meta=meta), values(size, place.mib, True)
-    source: dict[str, torch.Tensor] = {}
-    if place.is_first:
-        source = {key: value.to(place.device) for key, value in full.items()} if on_device else dict(full)
-    with place.timed():
-        api.set_model_state_dict(net, source, options=full_options(broadcast_from_rank0=True, strict=True))
-    check_model(place, net, full, place.device)
-
-
-def load_plain(place: Place, api: Any, size: str) -> None:
-    """A model that is whole on every rank, as under DDP."""
-    with place.device:
-        net = build(place, size)
-    full = values(size, place.mib, True)
-    with place.timed():
-        source = dict(full) if place.is_first else {}
-        api.set_model_state_dict(net, source, options=full_options(broadcast_from_rank0=True))
-    check_model(place, net, full, place.device)
-
-
-def load_offloaded(place: Place, api: Any, size: str) -> None:
-    """FSDP2's CPUOffloadPolicy: the shards stay on the host."""
-    net, full = sharded(place, size, offload=True), values(size, place.mib, True)
-    with place.timed():
-        source = dict(full) if place.is_first else {}
-        options = full_options(broadcast_from_rank0=True, cpu_offload=True)
-        api.set_model_state_dict(net, source, options=options)
-    check_model(place, net, full, torch.device("cpu"))
-
-
-def filled(place: Place, size: str, tied: bool = True) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A sharded model with the known values; no message is sent."""
-    net, full = sharded(place, size, tied=tied), values(size, place.mib, tied)
-    with torch.no_grad():
-        for key, value in net.named_parameters():
-            value._local_tensor.copy_(part(place, full[key]))
-        for key, value in net.named_buffers():
-            value.copy_(full[key])
-    return net, full
-
-
-def get_first(place: Place, api: Any, size: str) -> None:
-    net, full = filled(place, size)
-    with place.timed():
-        got = api.get_model_state_dict(net, options=full_options(cpu_offload=True))
-    if place.is_first:
-        check_full(got, full, "cpu")
-    else:
-        assert not got, f"rank {place.rank} got {len(got)} tensors"
-
-
-def get_all(place: Place, api: Any, size: str) -> None:
-    net, full = filled(place, size)
-    with place.timed():
-        got = api.get_model_state_dict(net, options=full_options())
-    check_full(got, full, place.kind)
-
-
-def optimizer_values(place: Place, size: str, net: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    averages, squares = (values(size, place.mib, False, seed) for seed in (1, 2))
-    return {
-        key: {"step": torch.tensor(3.0), "exp_avg": averages[key], "exp_avg_sq": squares[key].abs()}
-        for key, _ in net.named_parameters()
-    }
-
-
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
-
-
-def load_optimizer(place: Place, api: Any, size: str) -> None:
-    net = sharded(place, size, tied=False)
-    optimizer, full = adamw(net), optimizer_values(place, size, net)
-    source: dict[str, Any] = {}
-    if place.is_first:
-        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-        source = {"state": full, "param_groups": [{**group, "lr": 0.25, "params": list(full)}]}
-    with place.timed():
-        api.set_optimizer_state_dict(net, optimizer, source, options=full_options(broadcast_from_rank0=True))
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    for key, parameter in net.named_parameters():
-        for name, value in optimizer.state[parameter].items():
-            if name == "step":
-                assert float(value) == 3.0, (key, value)
-                continue
-            local = value._local_tensor
-            assert local.device == place.device, (key, name, local.device)
-            assert torch.equal(local.cpu(), part(place, full[key][name])), (key, name)
-
-
-def filled_optimizer(place: Place, size: str, net: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    optimizer, full = adamw(net), optimizer_values(place, size, net)
-    for key, parameter in net.named_parameters():
-        state = optimizer.state[parameter]
-        for name, value in full[key].items():
-            if name == "step":
-                state[name] = value.clone()
-                continue
-            local = part(place, value).to(place.device, copy=True)
-            state[name] = compat.from_local(local, parameter)
-    return optimizer, full
-
-
-def get_optimizer(place: Place, api: Any, size: str) -> None:
-    net = sharded(place, size, tied=False)
-    optimizer, full = filled_optimizer(place, size, net)
-    with place.timed():
-        got = api.get_optimizer_state_dict(net, optimizer, options=full_options(cpu_offload=True))
-    if place.is_first:
-        assert set(got["state"]) == set(full), sorted(set(got["state"]) ^ set(full))
-        for key, state in full.items():
-            for name, value in state.items():
-                assert torch.equal(got["state"][key][name], value), (key, name)
 
 
 def reshard(place: Place, api: Any, size: str) -> None:
@@ -299,7 +95,7 @@ def errors(place: Place, api: Any, size: str) -> None:
         "unpicklable": {**full, "more": lambda: 0},
     }
     said = []
-    options = full_options(broadcast_from_rank0=True)
+    options = full_options(api, broadcast_from_rank0=True)
     with place.timed():
         for name, source in bad.items():
             try:
@@ -311,8 +107,7 @@ def errors(place: Place, api: Any, size: str) -> None:
                 said.append(f"{name}: {type(error).__name__}: {error}")
         api.set_model_state_dict(net, dict(full) if place.is_first else {}, options=options)
     check_model(place, net, full, place.device)
-    place.store.set(f"said/{place.rank}", json.dumps(said))
-    theirs = [json.loads(place.store.get(f"said/{rank}")) for rank in range(place.world)]
+    theirs = place.told("said", said)
     assert all(other == said for other in theirs), f"not the same error on every rank: {theirs}"
     place.measured["errors"] = said
     place.measured["note"] = ", ".join(" ".join(text.split()[:2]).rstrip(":") for text in said)
@@ -363,11 +158,7 @@ def manager(place: Place, api: Any, size: str) -> None:
             FSDPCheckpointManager(net, optimizer).save_checkpoint(path, None, 1)
             FSDPCheckpointManager(other, target).load_checkpoint(path)
     check_model(place, other, full, place.device)
-    for key, parameter in other.named_parameters():
-        for name in ("exp_avg", "exp_avg_sq"):
-            local = target.state[parameter][name]._local_tensor
-            assert local.device == place.device, (key, name, local.device)
-            assert torch.equal(local.cpu(), part(place, states[key][name])), (key, name)
+    check_optimizer(place, other, target, states, place.device)
 
 
 def messages(place: Place, api: Any, size: str, *, unlike: bool = False) -> None:
@@ -394,20 +185,13 @@ def messages(place: Place, api: Any, size: str, *, unlike: bool = False) -> None
 
 
 CASES: dict[str, Callable[[Place, Any, str], None]] = {
-    "load": load,
-    "load-meta": functools.partial(load, meta=True),
-    "load-cuda": functools.partial(load, on_device=True),
-    "load-plain": load_plain,
-    "load-offload": load_offloaded,
-    "get-first": get_first,
-    "get-all": get_all,
-    "optim-load": load_optimizer,
-    "optim-get": get_optimizer,
+    **gpu_calls.CALLS,
     "reshard": reshard,
     "errors": errors,
     "dist-checkpoint": dist_checkpoint,
     "manager": manager,
     **gpu_rooms.CASES,
+    **gpu_shim.CASES,
     "messages": messages,
     "messages-unlike": functools.partial(messages, unlike=True),
 }
@@ -436,8 +220,7 @@ class Failing(collections.abc.Mapping):  # type: ignore[type-arg]
         return self.held[key].clone()
 
 
-def fault(place: Place, name: str) -> dict[str, Any]:
-    api = importlib.import_module(MODULES["ours"])
+def fault(place: Place, api: Any, name: str) -> dict[str, Any]:
     net, full = sharded(place, "large"), values("large", place.mib, False)
     place.outside()
     start = time.perf_counter()
@@ -448,7 +231,7 @@ def fault(place: Place, name: str) -> dict[str, Any]:
     if place.is_first:
         source = Failing(full) if name == "source" else full
     try:
-        api.set_model_state_dict(net, source, options=full_options(broadcast_from_rank0=True))
+        api.set_model_state_dict(net, source, options=full_options(api, broadcast_from_rank0=True))
         place.synchronize()
         said = "no error"
     except Exception as error:
@@ -482,13 +265,14 @@ def begin(plan: Mapping[str, Any], rank: int, number: int) -> Place:
 
 
 def run_case(plan: Mapping[str, Any], rank: int, number: int) -> dict[str, Any]:
-    name, api, size = plan["cases"][number]
+    name, who, size = plan["cases"][number]
+    api = functions(who)
     start = time.perf_counter()
     place = begin(plan, rank, number)
     began = time.perf_counter() - start
     if name.startswith("fault-"):
-        return fault(place, name[len("fault-") :])
-    CASES[name](place, importlib.import_module(MODULES[api]), size)
+        return fault(place, api, name[len("fault-") :])
+    CASES[name](place, api, size)
     place.outside()
     dist.destroy_process_group()
     return {**place.measured, "group_seconds": began}

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.compat import DTensor
 
 from gpu_place import Place, shared_folder  # isort: skip
 
