@@ -199,7 +199,7 @@ PROMISED: Promises = {
             (0, 0, 0, 0),
             (0, 0, 0, 0),
             {
-                "allgather_base": 4297380,
+                "allgather_base": 4297508,
                 "allreduce": 256,
                 "broadcast": 229376,
                 "reduce_scatter_base": 8651008,
