@@ -1,6 +1,6 @@
 """A picture of memory over time, both sides in a row, with a line per rank and run.
 
-Imported only where a picture is wanted and matplotlib is there; draws every sample and smooths nothing.
+It needs matplotlib, which is imported where a picture is drawn; draws every sample and smooths nothing.
 """
 
 from __future__ import annotations
@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
-
 from torch_dcp_backport.regression.meter import MIB
 from torch_dcp_backport.regression.verify.report import CASES, Case, Run, Side
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 
 #: Told apart by all eyes (Okabe and Ito), and by dashes where lines lie on each other; then they begin again.
 COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
@@ -30,6 +24,11 @@ TITLES = {
 
 def draw(runs: Sequence[Run], headline: str, path: str) -> None:
     """Draw the first run in strong lines, the others behind it in thin ones."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     sides = runs[0]
     figure, grid = plt.subplots(
         len(CASES),
