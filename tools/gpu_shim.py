@@ -46,6 +46,8 @@ ROUNDS = 4
 LEAST_MIB = 512
 #: A load's staging of 64 MiB, and what allocators round up.
 MARGIN = 160 * MIB
+#: torch's allocator for the GPU takes 20 MiB for two tensors of 8 MiB.
+BLOCK_SHARE = 20 / 16
 
 
 # --- more forms of the calls ---
@@ -321,7 +323,8 @@ def fsdp1(place: Place, api: Any, size: str) -> None:
 def short(place: Place, api: Any, size: str, *, call: str, copies: int) -> None:
     """A call with room for a margin and for what it leaves: so many copies of this rank's shards."""
     place.mib = max(3 * place.mib, LEAST_MIB)
-    place.room = copies * (place.mib // place.world) * MIB + MARGIN
+    share = BLOCK_SHARE if place.kind == "cuda" else 1
+    place.room = int(copies * share * (place.mib // place.world)) * MIB + MARGIN
     CALLS[call](place, api, size)
     note = f"{place.mib} MiB of model, {place.room / MIB:.0f} MiB of room for a rank"
     if "left" in place.measured:
