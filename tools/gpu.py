@@ -549,7 +549,9 @@ class Ranks:
                 limit = self.case_seconds + (START_SECONDS if number == first else 0.0)
                 problem = self.wait_for(folder, processes, number, min(limit, max(run.left, 1.0)))
                 # The case is not to blame for what is over.
-                problem = "not run: no time left" if problem.startswith("killed") and run.left <= 0 else problem
+                problem = (
+                    "not run: no time left" if problem.startswith("killed") and run.left <= 0 else problem
+                )
                 logs = self.logs(folder, number) if problem else ""
                 run.add(self.row(number, events(folder, self.world, number), problem), logs)
                 if problem:
