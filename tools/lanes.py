@@ -59,9 +59,11 @@ LANES: dict[str, tuple[str, ...]] = {
     "2.5": ("torch==2.5.1", *OLD, *TOOLS),
     "2.6": ("torch==2.6.0", *TOOLS, *VERIFY),
     "2.7": ("torch==2.7.1", *TOOLS, *VERIFY),
+    # Between the releases that CI runs; only if it is named.
+    "2.14": ("torch==2.14.1", *TOOLS, *VERIFY),
     # The last torch for Python 3.9 is 2.8.
     "current": (
-        "torch==2.13.0; python_version >= '3.10'",
+        "torch==2.15.0; python_version >= '3.10'",
         "torch==2.8.0; python_version < '3.10'",
         *TOOLS,
         *VERIFY,
