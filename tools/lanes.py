@@ -52,6 +52,10 @@ CLIENTS = (
     "pandas>=2.2,<3",
 )
 
+#: What the lane `newest` was last good with; tools/newest.py raises it, or tries others by the variable.
+NEWEST = "LANES_NEWEST"
+NEWEST_PINS = Path(os.environ.get(NEWEST) or ROOT / "tools" / "newest.txt")
+
 LANES: dict[str, tuple[str, ...]] = {
     "2.4.0": ("torch==2.4.0", *OLD, *TOOLS),
     "2.4": ("torch==2.4.1", *OLD, *TOOLS),
@@ -93,8 +97,8 @@ LANES: dict[str, tuple[str, ...]] = {
     ),
     # Files between releases of transformers: the newest here, others in folders beside it (BESIDE).
     "transformers": ("torch==2.13.0", *TOOLS, "transformers==5.24.0", "safetensors>=0.4.3,<1"),
-    # The newest torch, transformers, safetensors and peft together; raise them when there are newer ones.
-    "newest": ("torch==2.15.0", *TOOLS, "transformers==5.24.0", "safetensors==0.8.0", "peft==0.21.2"),
+    # The newest of everything that is not pinned, together.
+    "newest": (*NEWEST_PINS.read_text().split(), *TOOLS),
     # An object store in a process of its own, and what reaches it.
     "s3": ("torch==2.13.0", *TOOLS, "numpy", "s3fs>=2025.3", "moto[server]>=5.1,<6"),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
@@ -222,6 +226,8 @@ SHARES = {
     "2.6": ("tests/engine=1/2",),
     "current": tuple(f"tests/{room}=1/2" for room in ROOMS),
 }
+# Folders that `make newest` runs: left out with --beside-newest on a lane whose torch is the same.
+LEFT_TO_NEWEST = ("tests/engine", "tests/hf")
 # Folders with a run of their own beside other lanes: else the longest lane ends long after them.
 APART = {"2.6": ("tests/imports", "tests/unit", "tests/conformance")}
 # Says to the tests that nothing is left out.
@@ -318,18 +324,23 @@ def requirements_of(name: str) -> tuple[str, ...]:
     return (*LANES[name], *BARE.get(name, ()), *beside)
 
 
-def make(name: str) -> Path:
-    """The lane's Python, its environment made first if it is not there yet."""
-    python, version = python_of(name)
+def uv_made() -> str:
+    """The path of uv, in an environment of its own that is made first if it is not there yet."""
     tool = cache_dir() / key("uv", (UV,), platform.python_version())
     fresh(
         tool,
         [sys.executable, "-m", "venv", str(tool)],
         [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
     )
+    return str(bin_of(tool, "uv"))
+
+
+def make(name: str) -> Path:
+    """The lane's Python, its environment made first if it is not there yet."""
+    python, version = python_of(name)
+    uv = uv_made()
     bare, beside = BARE.get(name, ()), BESIDE.get(name, {})
     env = cache_dir() / key(name, requirements_of(name), version)
-    uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
     # uv does not read pip's variable.
     for place in os.environ.get("PIP_FIND_LINKS", "").split():
@@ -486,7 +497,12 @@ def run(
             raise
 
 
-def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
+def torch_of(name: str) -> str:
+    """The requirement of a lane's torch."""
+    return next((each.partition(";")[0] for each in LANES[name] if each.startswith("torch==")), "")
+
+
+def test(names: list[str], extra: list[str], jobs: int, whole: bool, beside_newest: bool) -> int:
     """Run the suite in each lane, `jobs` at a time; pytest has the last word.
 
     The lanes that leave least out begin first; what each said is shown when all before it are done, in the
@@ -517,6 +533,8 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
             *(f"--{'deselect' if '::' in path else 'ignore'}={path}" for path in left_out.get(name, ())),
             *(f"--share={share}" for share in shares.get(name, ())),
         ]
+        if beside_newest and torch_of(name) == torch_of("newest"):
+            arguments += [f"--ignore={folder}" for folder in LEFT_TO_NEWEST]
         if name in APART and len(names) > 1 and not extra:
             runs.append((name, f"{name} ({', '.join(APART[name])})", [*APART[name], *arguments]))
             arguments += [f"--ignore={folder}" for folder in APART[name]]
@@ -574,6 +592,7 @@ def main() -> int:
     tester = sub.add_parser("test", help="run the test suite in lanes; pytest's own arguments after --")
     tester.add_argument("lane", nargs="+", metavar="LANE")
     tester.add_argument("--whole", action="store_true", help="leave nothing out")
+    tester.add_argument("--beside-newest", action="store_true", help="leave to `make newest` what it runs")
     tester.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="lanes at a time")
     argv = sys.argv[1:]
     extra: list[str] = []
@@ -592,7 +611,7 @@ def main() -> int:
         unknown = [name for name in args.lane if name not in LANES]
         if unknown:
             parser.error(f"no such lane: {', '.join(unknown)} (there are {', '.join(LANES)})")
-        return test(args.lane, extra, args.jobs, args.whole)
+        return test(args.lane, extra, args.jobs, args.whole, args.beside_newest)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("run needs a command")
