@@ -123,6 +123,7 @@ transformers:
 # The newest torch, transformers, safetensors, peft and accelerate together, as pinned in tools/newest.txt.
 newest:
 	$(LANES) test newest -- $(NEWEST)
+	OMP_NUM_THREADS=1 $(LANES) test newest -- tests/clients/test_accelerate.py --timeout 900
 
 # What the registry has that is newer than the pins; then `make newest` with it, and pinned where that passes.
 newest-look:
