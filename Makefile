@@ -17,7 +17,7 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer emulated conformance reliability \
-	patched-page private-page lint wheel docs gpu gpu-old
+	patched-page private-page compatibility lint wheel docs gpu gpu-old
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -174,6 +174,10 @@ patched-page:
 # Writes docs/private-members.md from the list of what the rooms use of torch's private members.
 private-page:
 	$(PYTHON) tools/private_page.py
+
+# Writes the table of docs/compatibility.md from what the lanes' last good runs have passed.
+compatibility:
+	$(PYTHON) tools/compatibility.py
 
 lint:
 	$(LANES) make 2.6 >/dev/null

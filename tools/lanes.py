@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -236,6 +237,9 @@ WHOLE = "TESTS_WHOLE"
 # run that cannot do even that says where it hangs, and is killed with all that it started.
 LIMIT = "LANES_LIMIT"
 LIMIT_SECONDS = 4000.0
+# Where pytest writes what it has passed (tools/ran.py), of which packages, and the folder for that.
+RAN, PACKAGES = "LANES_RAN", "LANES_PACKAGES"
+RAN_FOLDER = ROOT / "build" / "ran"
 # Where pytest writes its counts (tools/progress.py), and how often they are shown, in seconds.
 PROGRESS = "LANES_PROGRESS"
 EVERY = 20.0
@@ -316,6 +320,13 @@ def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
             print("+", " ".join(command), file=sys.stderr, flush=True)
             subprocess.run(command, check=True, stdout=sys.stderr)
         done.touch()
+
+
+def packages_of(name: str) -> list[str]:
+    """The packages that make a lane what it is: not those that all lanes have."""
+    common = {re.split(r"[^\w.-]", each)[0] for each in (*TOOLS, *OLD)}
+    names = [re.split(r"[^\w.-]", each)[0] for each in (*LANES[name], *BARE.get(name, ()))]
+    return [each for each in dict.fromkeys(names) if each not in common]
 
 
 def requirements_of(name: str) -> tuple[str, ...]:
@@ -481,6 +492,8 @@ def run(
     env["VIRTUAL_ENV"] = str(python.parent.parent)
     if progress is not None:
         env[PROGRESS] = str(progress)
+    env[RAN] = str(RAN_FOLDER / f"{name}@{hashlib.sha256(repr(command).encode()).hexdigest()[:12]}.json")
+    env[PACKAGES] = " ".join(packages_of(name))
     # What mypy knows of torch takes a minute to find out, and is the same for every clone.
     env.setdefault("MYPY_CACHE_DIR", str(python.parent.parent / "mypy"))
     with subprocess.Popen(command, env=env, stdout=output, stderr=output and subprocess.STDOUT) as process:
@@ -549,7 +562,7 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool, beside_newe
         print(f"=== lane {label} begins", file=sys.stderr, flush=True)
         limit = float(os.environ.get(LIMIT, LIMIT_SECONDS))
         command = ["python", "-m", "pytest"]
-        for plugin in ("seconds", "shares", "progress"):
+        for plugin in ("seconds", "shares", "progress", "ran"):
             command += ["-p", f"tools.{plugin}"]
         command += [f"--session-timeout={0.9 * limit:.0f}", *arguments]
         # Where there is one run alone, pytest's own output is there at once.

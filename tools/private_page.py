@@ -45,7 +45,7 @@ def page() -> str:
         )
         for member in TABLE.MEMBERS
     ]
-    head = ("member", "rooms", "for", "up to", "the public way, and the first release that has it")
+    head = ("member", "rooms", "for", "up to", "the public way, and the first release of our lanes with it")
     lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *rows)]
     return "".join((HEAD, lines[0], "|" + "---|" * len(head) + "\n", *lines[1:]))
 

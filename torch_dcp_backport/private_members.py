@@ -30,7 +30,7 @@ class Member(NamedTuple):
     rooms: str
     #: What it is used for.
     use: str
-    #: The public way, the first release that has it, and why it is not used where it is not; "none".
+    #: The public way, the first release of our lanes that has it, and why it is not used; or "none".
     public: str = "none"
     #: The last release that it is used on; empty where that is the newest.
     until: str = ""
@@ -82,7 +82,7 @@ MEMBERS: tuple[Member, ...] = (
         "torch.distributed.ProcessGroup._get_backend",
         "transfer",
         "the backend of a device",
-        "`torch.distributed.get_backend_config`, 2.4; names none of a group made by `split_group`",
+        "`torch.distributed.get_backend_config`, 2.4; what the call asked for, used where there is no object",
     ),
     Member("torch.distributed.distributed_c10d._get_default_store", "transfer", "the default group's store"),
     Member(
@@ -243,7 +243,7 @@ MEMBERS: tuple[Member, ...] = (
         "torch.serialization._weights_only_unpickler._get_user_allowed_globals",
         "dist_checkpointing",
         "classes that the user allows",
-        "`torch.serialization.get_safe_globals`, 2.5; without the names given",
+        "`torch.serialization.get_safe_globals`, 2.4; tells, and adds none to a copy",
     ),
     Member("torch.distributed.checkpoint.filesystem._StorageInfo", "dist_checkpointing", "DCP's `.metadata`"),
     Member(
