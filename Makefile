@@ -131,7 +131,7 @@ newest-look:
 newest-take:
 	$(PYTHON) tools/newest.py take -- $(MAKE) newest
 
-# The release between those that CI runs: the shim's tests, and what stands on FSDP2. A CUDA build, 3 GB to download.
+# A release between those that CI runs, with nothing left out. A CUDA build, 3 GB to download.
 test-2.14:
 	$(LANES) test 2.14
 

@@ -166,13 +166,19 @@ def wrapper(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
 def fsdp2_parameters(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's own record of each parameter that it shards."""
     for state in fsdp2_states(model):
-        yield from getattr(state._fsdp_param_group, "fsdp_params", ())
+        if state._fsdp_param_group is not None:
+            yield from state._fsdp_param_group.fsdp_params
 
 
 def offloaded_parameters(model: torch.nn.Module) -> set[int]:
-    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta."""
-    params = (param for param in fsdp2_parameters(model) if getattr(param, "offload_to_cpu", False))
-    return {id(param.sharded_param) for param in params}
+    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta.
+
+    Raises:
+        MissingMember: this torch's FSDP2 does not tell.
+    """
+    for root in _fsdp2_roots(model):
+        check_fsdp2(root, "state_dict")
+    return {id(param.sharded_param) for param in fsdp2_parameters(model) if param.offload_to_cpu}
 
 
 def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -295,10 +301,10 @@ def check_fsdp2(module: torch.nn.Module, room: str) -> None:
     """
     asked = [member for member in private_members.asked_by(room) if member.name.startswith("FSDP")]
     missing = _missing_of(module, [member.name for member in asked if not member.until])
+    older = [member.name for member in asked if member.until]
     # Which of the two ways this release has is seen in what was asked for until here.
-    if not missing and _group_of(module) is not None:
+    if older and not missing and _group_of(module) is not None:
         public = [f"FSDPModule.{name}" for name in ("reset_iter_state", "set_reduce_scatter_unused_params")]
-        older = [member.name for member in asked if member.until]
         missing = _missing_of(module, older if _accumulates_apart(module) else public)
     if missing:
         raise private_members.lacking(room, missing)

@@ -92,9 +92,13 @@ MEMBERS: tuple[Member, ...] = (
         "`torch.accelerator.current_accelerator`, 2.6; names one, not one beside it",
     ),
     # FSDP2's own records. The engine asks for these of its units, before it trains.
-    Member("FSDPModule._get_fsdp_state", "engine checkpoint", "FSDP2's record of a module"),
-    Member("FSDPState._fsdp_param_group", "engine checkpoint", "the unit's parameters; None without any"),
-    Member("FSDPParamGroup.fsdp_params", "engine checkpoint", "FSDP2's record of each parameter"),
+    Member("FSDPModule._get_fsdp_state", "state_dict engine checkpoint", "FSDP2's record of a module"),
+    Member(
+        "FSDPState._fsdp_param_group",
+        "state_dict engine checkpoint",
+        "the unit's parameters; None without any",
+    ),
+    Member("FSDPParamGroup.fsdp_params", "state_dict engine checkpoint", "FSDP2's record of each parameter"),
     Member("FSDPParamGroup.post_backward", "engine", "the moment before a unit's gradients are reduced"),
     Member(
         "FSDPParamGroup.reduce_grads",
@@ -111,7 +115,7 @@ MEMBERS: tuple[Member, ...] = (
     Member("FSDPParamGroup._training_state", "engine", "whether the unit has a part in the backward pass"),
     Member(
         "FSDPParam.sharded_param",
-        "engine checkpoint",
+        "state_dict engine checkpoint",
         "the parameter of a record",
         "`Module.parameters`, 2.4; of a unit in the middle of a pass they are the whole ones",
     ),
