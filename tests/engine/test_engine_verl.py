@@ -1,4 +1,4 @@
-"""verl 0.7 as it is: its worker runs this engine on its own losses, and trains what one process trains."""
+"""verl 0.7 and 0.9 as they are: its worker runs this engine on its own losses, and trains what one process trains."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ try:
     VERSION = importlib.metadata.version("verl")
 except importlib.metadata.PackageNotFoundError:
     VERSION = ""
-if not VERSION.startswith("0.7."):
-    pytest.skip("verl 0.7 is in the lane verl", allow_module_level=True)
+if not VERSION.startswith(("0.7.", "0.9.")):
+    pytest.skip("verl 0.7 is in the lane verl, 0.9 in the lane verl-0.9", allow_module_level=True)
 test_qwen = pytest.importorskip("test_engine_transformers")
 
 WORLD, ROWS, PROMPT, RESPONSE = 2, 8, 4, 6
@@ -37,7 +37,13 @@ RATE, STEPS = 0.5, 3
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
     """Ranks that have imported verl once, in the process that they are forks of."""
-    imports = ("torch_dcp_backport", "verl.workers.engine_workers", "peft", "transformers.models.qwen2")
+    imports = (
+        "torch_dcp_backport",
+        "verl_cpu",
+        "verl.workers.engine_workers",
+        "peft",
+        "transformers.models.qwen2",
+    )
     pools: list[Pool] = []
 
     def run(*args: Any) -> list[Any]:
@@ -124,8 +130,12 @@ def worker_of(folder: Path, kind: str, **options: Any) -> Any:
         ("language_model", engine.FSDPEngineWithLMHead),
         ("value_model", engine.FSDPEngineWithValueHead),
     ):
-        registered = type(ours.__name__, (ours, verl_engine.BaseEngine), {})
-        verl_engine.EngineRegistry.register(name, ["fsdp2"], ["cpu"])(registered)
+        registry = verl_engine.EngineRegistry
+        # verl 0.9 refuses to register a second one.
+        if "cpu" not in registry._engines.get(name, {}).get("fsdp2", {}):
+            registry.register(name, ["fsdp2"], ["cpu"])(
+                type(ours.__name__, (ours, verl_engine.BaseEngine), {})
+            )
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(WORLD), MASTER_ADDR="-", MASTER_PORT="0")
     single = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
     optimizer = FSDPOptimizerConfig(
