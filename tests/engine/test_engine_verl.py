@@ -121,12 +121,9 @@ def losses_of(kind: str) -> tuple[Any, dict[str, Any]]:
     return functools.partial(losses.ppo_loss, config=config), {**said, "calculate_entropy": True}
 
 
-def worker_of(folder: Path, kind: str, **options: Any) -> Any:
-    """verl's own worker; all that it is told of this package is a class in its registry."""
-    from verl.trainer.config import CheckpointConfig
+def registered() -> None:
+    """Put our classes into verl's registry, for the CPU."""
     from verl.workers import engine as verl_engine
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
 
     for name, ours in (
         ("language_model", engine.FSDPEngineWithLMHead),
@@ -138,6 +135,15 @@ def worker_of(folder: Path, kind: str, **options: Any) -> Any:
             registry.register(name, ["fsdp2"], ["cpu"])(
                 type(ours.__name__, (ours, verl_engine.BaseEngine), {})
             )
+
+
+def worker_of(folder: Path, kind: str, **options: Any) -> Any:
+    """verl's own worker; all that it is told of this package is a class in its registry."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    registered()
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(WORLD), MASTER_ADDR="-", MASTER_PORT="0")
     single = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
     optimizer = FSDPOptimizerConfig(

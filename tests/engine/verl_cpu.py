@@ -16,6 +16,9 @@ class Device:
     def get_device_name(self, *_: Any) -> str:
         return "cpu"
 
+    def mem_get_info(self, *_: Any) -> tuple[int, int]:
+        return 0, 0
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
