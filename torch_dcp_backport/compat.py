@@ -491,7 +491,12 @@ def current_device(kind: str) -> torch.device:
 
 def vendor_of(kind: str) -> Optional[str]:
     """The maker of a type of device, by verl's names; None where it is not known."""
-    makers = {"npu": "huawei", "xpu": "intel", "hpu": "intel", "cuda": "amd" if torch.version.hip else "nvidia"}
+    makers = {
+        "npu": "huawei",
+        "xpu": "intel",
+        "hpu": "intel",
+        "cuda": "amd" if torch.version.hip else "nvidia",
+    }
     return makers.get(kind)
 
 

@@ -127,6 +127,28 @@ def test_an_export_that_has_nothing_to_compare_with_is_an_error_on_every_rank(ra
     assert "the last export was not read to its end" in cut_off
 
 
+def test_what_every_rank_holds_whole_is_in_it() -> None:
+    """Buffers, which are not of DTensors; their numbers are whole ones."""
+    tensors = {"scale": torch.ones(2, 3), "count": torch.tensor(5), "none": torch.empty(0)}
+
+    def found() -> Any:
+        return deltas.shards(tensors, torch.bfloat16, torch.device("cpu"))
+
+    kept = deltas.Deltas(is_pinned=False)
+    kept.prime(found())
+    tensors["scale"][1, 2] = 7
+    tensors["count"] += 1
+    read = [
+        (*slots[0], dtype, positions.tolist(), values.tolist(), group)
+        for slots, dtype, _, positions, values, group in kept.changes(tensors, found())
+    ]
+    assert read == [
+        ("scale", (2, 3), "bfloat16", [5], [7.0], None),
+        ("count", (), "int64", [0], [6], None),
+        ("none", (0,), "bfloat16", [], [], None),
+    ]
+
+
 def test_places_in_a_part_are_places_in_the_whole() -> None:
     whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
     for box in (Box((1, 0, 0), (2, 5, 6)), Box((0, 2, 0), (4, 3, 6)), Box((1, 2, 3), (2, 2, 3))):

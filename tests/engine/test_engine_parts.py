@@ -286,7 +286,9 @@ def test_the_moment_of_a_reduction_has_another_name_in_verl() -> None:
     name = "use_no_sync_for_gradient_accumulation"
     assert config.settings(config.EngineConfig, {name: True}).gradient_sync == "last"
     assert config.settings(config.EngineConfig, {name: True, "gradient_sync": "last"}).gradient_sync == "last"
-    with pytest.raises(ValueError, match=re.escape(f"{name}=True is gradient_sync='last', and gradient_sync")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name}=True is gradient_sync='last', and gradient_sync")
+    ):
         config.settings(config.EngineConfig, {name: True, "gradient_sync": "each"})
     with pytest.raises(ValueError, match=f"{name}=1: expected True or False"):
         config.settings(config.EngineConfig, Deferring(1))

@@ -1,4 +1,4 @@
-"""verl 0.7 and 0.9 as they are: its worker runs this engine on its own losses, and trains what one process trains."""
+"""verl 0.7 and 0.9 as they are: their worker trains with this engine and their losses as one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl 0.9's SFT program as it is, with this engine in its registry: it trains as one process, and resumes."""
+"""verl 0.9's SFT program as it is, with this engine: it trains as one process, and resumes."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class BaseEngine:
         return self.grid.dp_group
 
     def get_model_parallel_group(self) -> Group:
-        """Return the process group of the ranks that compute each layer together; None where it is one rank."""
+        """Return the process group of the ranks that compute layers together; None where it is one rank."""
         return None if self.grid.tp is None else self.grid.tp.get_group()
 
     def get_context_parallel_group(self) -> Group:

@@ -689,7 +689,7 @@ def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def like_batch(given: Any, data: Mapping[str, Any], count: int) -> Any:
-    """Return a micro-batch's data as the batch came: a TensorDict where that is one, whose losses select in it.
+    """Return a micro-batch's data in the batch's form: as a TensorDict where that is one.
 
     Args:
         given: the batch.

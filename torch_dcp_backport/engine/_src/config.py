@@ -396,15 +396,14 @@ def settings(kind: type[Kind], given: Any) -> Kind:
     if isinstance(given, Mapping) and not dataclasses.is_dataclass(given):
         told = verl.check_mapping(given, known, kind.__name__, list(entries))
         values = {name: given[name] for name in entries if name in given}
-        others = {str(name): given[name] for name in given}
     else:
         told = verl.check_object(given, known)
         values = {name: getattr(given, name) for name in entries if hasattr(given, name)}
-        others = {name: getattr(given, name, None) for name in (*entries, *verl.RENAMED)}
         for name, local in (("path", "local_path"), ("hf_config_path", "local_hf_config_path")):
             if name in entries and getattr(given, local, None):
                 values[name] = getattr(given, local)
-    values.update((name, value) for name, value in verl.renamed(others).items() if name in entries)
+    if kind is EngineConfig:
+        values.update(verl.renamed(given, values))
     # Of most settings None stands for the default, of some it is a value.
     is_value = {name: "Optional" in str(entry.type) for name, entry in entries.items()}
     made = kind(**{name: value for name, value in values.items() if value is not None or is_value[name]})

@@ -1,4 +1,4 @@
-"""What a step has changed of the weights: each rank's shards, and the elements that differ from the last export.
+"""What a step has changed: each rank's shards, and their elements that differ from the last export.
 
 Never holds a whole tensor. Positions and values are those of the tensors that `whole_tensors` gives.
 """
@@ -51,7 +51,7 @@ class Shard(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The elements of a tensor that this rank found changed, as verl's `delta_sharded` gathers and sends them.
+    """The elements of a tensor that this rank found changed, as verl's `delta_sharded` gathers them.
 
     Args:
         slots: name and shape of the tensor, as a list of one.
@@ -82,11 +82,11 @@ def shards(
         device: the device of the parts.
     """
     for name, tensor in tensors.items():
-        local = compat.local_part(tensor)
-        local = local.to(device, dtype if local.is_floating_point() else None)
-        spec = ShardSpec(tuple(tensor.shape))
+        local, spec = tensor.detach(), ShardSpec(tuple(tensor.shape))
         if isinstance(tensor, compat.DTensor):
+            local = compat.local_part(tensor)
             spec = ShardSpec(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
+        local = local.to(device, dtype if local.is_floating_point() else None)
         yield Shard(name, local.reshape(-1), spec)
 
 
@@ -162,7 +162,8 @@ class Deltas:
         copies = ranks.permute(*others, *dims).reshape(-1, math.prod(ranks.shape[dim] for dim in dims))
         made = [self.group_with(tuple(sorted(copy))) for copy in copies.tolist()]
         own = dist.get_rank()
-        return next(group for copy, group in zip(copies.tolist(), made) if own in copy)
+        found: Group = next(group for copy, group in zip(copies.tolist(), made) if own in copy)
+        return found
 
     def group_with(self, ranks: tuple[int, ...]) -> Any:
         everyone = members(None)

@@ -500,7 +500,7 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_param_shard(
         self, *, dtype: Union[torch.dtype, str, None] = "as verl", **unknown: Any
     ) -> tuple[Iterator[deltas.Shard], None]:
-        """Return this rank's parts of the tensors that `get_per_tensor_param` gives, and None. Not collective.
+        """Return this rank's parts of what `get_per_tensor_param` gives, and None. Not collective.
 
         Args:
             dtype: as of `get_per_tensor_param`.
@@ -516,7 +516,7 @@ class FSDPEngine(BaseEngine):
         return self.shards(build.tensors_of(self.module), self.dtype_for_rollout(dtype)), None
 
     def prime_delta_snapshots(self, *, dtype: Union[torch.dtype, str, None] = "as verl") -> None:
-        """Keep this rank's parts on the host: the next export of changes is compared with them. Not collective.
+        """Keep this rank's parts on the host, to compare the next export of changes with. Not collective.
 
         Call it once a rollout has all of `get_per_tensor_param`, before the next step.
 
@@ -527,8 +527,8 @@ class FSDPEngine(BaseEngine):
             ValueError: a model with adapters.
         """
         cast = self.dtype_for_rollout(dtype)
-        self.deltas.prime(self.shards(build.tensors_of(self.module), cast))
-        self.deltas.dtype = cast
+        self.last_export.prime(self.shards(build.tensors_of(self.module), cast))
+        self.last_export.dtype = cast
 
     def get_per_tensor_param_delta_shard(self, **unknown: Any) -> tuple[Iterator[deltas.Change], None]:
         """Return the elements that have changed since the last export, and None. Collective as it is read.
@@ -550,10 +550,10 @@ class FSDPEngine(BaseEngine):
         """
         verl.say_unknown("get_per_tensor_param_delta_shard", unknown)
         tensors = build.tensors_of(self.module)
-        return self.deltas.changes(tensors, self.shards(tensors, self.deltas.dtype)), None
+        return self.last_export.changes(tensors, self.shards(tensors, self.last_export.dtype)), None
 
     @functools.cached_property
-    def deltas(self) -> deltas.Deltas:
+    def last_export(self) -> deltas.Deltas:
         """The values that were exported last."""
         return deltas.Deltas(is_pinned=self.delta_pin_snapshots and self.device != "cpu")
 

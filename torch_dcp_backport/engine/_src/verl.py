@@ -213,27 +213,29 @@ def check_model_type(asked: Any, own: str) -> None:
     """
     if own and asked in TYPES and asked not in (own, TYPES[0]):
         raise ValueError(
-            f"model_type is not offered: got {asked!r}, and this engine is for a {own}; a subclass that is for "
-            f"another has its own `model_type`"
+            f"model_type is not offered: got {asked!r}, and this engine is for a {own}; a subclass "
+            "for another has a `model_type` of its own"
         )
 
 
-def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(given: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
     """Return our settings that verl has under another name.
 
     Args:
-        given: verl's settings, and of a mapping ours, too.
+        given: verl's settings, as an object or a mapping.
+        ours: the settings there that have our names.
 
     Raises:
         ValueError: no flag, or another value under our name.
     """
     found = {}
     for name, (own, values) in RENAMED.items():
-        if given.get(name) is None:
+        asked = within(given, name)
+        if asked is None:
             continue
-        found[own] = values[flag(name, given[name])]
-        if given.get(own) not in (None, found[own]):
-            raise ValueError(f"{name}={given[name]!r} is {own}={found[own]!r}, and {own}={given[own]!r}")
+        found[own] = values[flag(name, asked)]
+        if ours.get(own) not in (None, found[own]):
+            raise ValueError(f"{name}={asked!r} is {own}={found[own]!r}, and {own}={ours[own]!r}")
     return found
 
 
