@@ -107,13 +107,13 @@ clients-2.5:
 	OMP_NUM_THREADS=1 $(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900 $(LEAVE_OUT)
 
 # verl's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
-VERL = tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py tests/engine/test_verl_workers.py
+VERL = tests/engine/test_engine_verl.py tests/engine/test_verl_workers.py
 clients-0.7:
-	$(LANES) test verl -- $(VERL) tests/megatron/test_megatron_verl.py
+	$(LANES) test verl -- $(VERL) tests/engine/test_verl_trainer.py tests/megatron/test_megatron_verl.py
 
 # And its SFT program.
 clients-0.9:
-	$(LANES) test verl-0.9 -- $(VERL) tests/engine/test_verl_sft.py
+	$(LANES) test verl-0.9 -- $(VERL) tests/engine/test_verl_sft.py tests/engine/test_verl_trainer.py::test_it_resumes
 
 # Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
 s3:
