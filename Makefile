@@ -16,7 +16,7 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 	tests/megatron/test_megatron_families.py tests/megatron/test_megatron_computing.py
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
-	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer emulated conformance reliability \
+	clients clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer emulated conformance reliability \
 	patched-page private-page compatibility lint wheel docs gpu gpu-old
 
 help:
@@ -92,7 +92,7 @@ examples:
 
 # lightning-fabric, accelerate, torchtune and verl as they are, on torch 2.6.0 and 2.5.1, with the backport imported
 # first, last and not at all.
-clients: clients-ray clients-2.6 clients-2.5 clients-0.7
+clients: clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9
 
 # Ray gives up on a process of its own that has not begun within 30 s: not beside much else.
 clients-ray:
@@ -107,9 +107,14 @@ clients-2.6:
 clients-2.5:
 	OMP_NUM_THREADS=1 $(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900 $(LEAVE_OUT)
 
-# verl 0.7's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
+# verl's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
+VERL = tests/engine/test_engine_verl.py tests/engine/test_verl_workers.py
 clients-0.7:
-	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py tests/engine/test_verl_workers.py tests/megatron/test_megatron_verl.py
+	$(LANES) test verl -- $(VERL) tests/engine/test_verl_trainer.py tests/megatron/test_megatron_verl.py
+
+# And its SFT program.
+clients-0.9:
+	$(LANES) test verl-0.9 -- $(VERL) tests/engine/test_verl_sft.py tests/engine/test_verl_trainer.py::test_it_resumes
 
 # Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
 s3:

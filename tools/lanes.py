@@ -96,6 +96,27 @@ LANES: dict[str, tuple[str, ...]] = {
         "hydra-core",
         "torchdata",
     ),
+    # The newest verl: its worker, losses and SFT program run our engine. Its programs cannot be imported
+    # beside transformers 5.24 (it asks for less than 5.11); the torch is newer than the one that it names.
+    "verl-0.9": (
+        "torch==2.15.0",
+        *TOOLS,
+        "transformers==5.10.4",
+        "safetensors==0.8.0",
+        "peft==0.21.2",
+        "accelerate==1.15.0",
+        "tensordict==0.15.3",
+        "ray==2.53.0",
+        "datasets>=3.6,<5",
+        "pillow>=11,<14",
+        "orjson>=3.11,<4",
+        "fastapi>=0.115,<1",
+        "uvicorn>=0.30,<1",
+        "cachetools>=5,<8",
+        "codetiming",
+        "hydra-core",
+        "torchdata",
+    ),
     # Files between releases of transformers: the newest here, others in folders beside it (BESIDE).
     "transformers": ("torch==2.13.0", *TOOLS, "transformers==5.24.0", "safetensors>=0.4.3,<1"),
     # The newest of everything that is not pinned, together.
@@ -115,6 +136,7 @@ LANES: dict[str, tuple[str, ...]] = {
 # verl asks for what its rollouts need.
 BARE = {
     "verl": ("verl==0.7.1",),
+    "verl-0.9": ("verl==0.9.1",),
     "megatron": ("megatron-core==0.12.3",),
     "megatron-2.4": ("megatron-core==0.12.3",),
     "megatron-0.14": ("megatron-core==0.14.0",),

@@ -523,6 +523,17 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, module.current_device())
 
 
+def vendor_of(kind: str) -> Optional[str]:
+    """The maker of a type of device, by verl's names; None where it is not known."""
+    makers = {
+        "npu": "huawei",
+        "xpu": "intel",
+        "hpu": "intel",
+        "cuda": "amd" if torch.version.hip else "nvidia",
+    }
+    return makers.get(kind)
+
+
 def default_store() -> Any:
     """The `torch.distributed.Store` that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()

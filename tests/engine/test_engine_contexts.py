@@ -280,3 +280,22 @@ def test_training_goes_on_with_what_was_moved(ranks, tmp_path: Path, options: An
     options = {**options, "param_offload": True, "optimizer_offload": True}
     for found in ranks(moved_for_real, tmp_path / "m", options):
         small.same(found, small.alone("AdamW"))
+
+
+def grouped(api: Any) -> Any:
+    grid = engine.arrange("cpu", tp_size=2)
+    made = engine.BaseEngine()
+    made.grid = grid
+    alone = engine.BaseEngine()
+    alone.grid = engine.arrange("cpu")
+    shared = engine.BaseEngine()
+    shared.grid = engine.arrange("cpu", ulysses_sequence_parallel_size=2)
+    groups = made.get_model_parallel_group(), shared.get_context_parallel_group()
+    assert alone.get_model_parallel_group() is None
+    assert alone.get_context_parallel_group() is None
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_the_groups_of_ranks_that_share_a_layer_or_a_sequence(ranks) -> None:
+    found = ranks(grouped)
+    assert found == [[[rank // 2 * 2, rank // 2 * 2 + 1]] * 2 for rank in range(len(found))]
