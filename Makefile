@@ -16,7 +16,7 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 	tests/megatron/test_megatron_families.py tests/megatron/test_megatron_computing.py
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
-	clients clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer emulated conformance reliability \
+	clients clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer megatron-newest emulated conformance reliability \
 	patched-page private-page compatibility lint wheel docs gpu gpu-old
 
 help:
@@ -141,15 +141,21 @@ test-2.14:
 	$(LANES) test 2.14
 
 # Each rank would start as many processes to compile in as there are processors, and each of these imports torch.
-megatron megatron-2.4: export TORCHINDUCTOR_COMPILE_THREADS = 1
+megatron megatron-2.4 megatron-newer megatron-newest: export TORCHINDUCTOR_COMPILE_THREADS = 1
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
 	$(LANES) test megatron -- $(MODELS) $(OPTIMIZERS) $(FORMATS) tests/dist_checkpointing/test_exchange.py
 
-# Checkpoints of later releases of megatron-core, which are imported without their dependencies.
-megatron-newer:
-	$(LANES) test megatron-0.14 megatron-0.19 -- $(FORMATS)
+# Checkpoints of later releases of megatron-core, which are imported without their dependencies, and the models of the
+# newest that the registry has.
+megatron-newer: megatron-newest
+	$(LANES) test megatron-0.14 -- $(FORMATS)
+	$(LANES) test megatron-0.19 -- $(MODELS)
+
+# Of the newest what CI has the time for: checkpoints both ways, and logits of a dense and of a sparse model.
+megatron-newest:
+	$(LANES) test megatron-0.19 -- $(FORMATS) tests/megatron/test_megatron_core.py -k "megatron_loads or we_load or logits and (qwen2-tp or qwen3_moe-ep)"
 
 # Its checkpoints on torch 2.4.1; the matrix has its models there, too.
 megatron-2.4:

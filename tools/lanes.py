@@ -125,7 +125,8 @@ LANES: dict[str, tuple[str, ...]] = {
     "s3": ("torch==2.13.0", *TOOLS, "numpy", "s3fs>=2025.3", "moto[server]>=5.1,<6"),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "megatron-2.4": ("torch==2.4.1", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
-    # Later releases, for checkpoints between them and this package alone (test_megatron_formats.py).
+    # Later releases, for checkpoints between them and this package (test_megatron_formats.py), and the newest
+    # of the registry for its models as well; it needs Python 3.12, and 0.16.1 is the last one that does not.
     "megatron-0.14": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "megatron-0.19": ("torch==2.7.1", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),

@@ -98,6 +98,11 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
+        "saved param groups of another pipeline stage take no value from this stage's",
+        ("dcp, programs/pipeline -",),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
         "a value that only one side's param groups have is neither lost nor fatal",
         ("set optimizer/load_scheduled *", "set optimizer/load_before_scheduler *"),
         "0006-optimizer-load-fails-or-loses-values",
@@ -205,7 +210,13 @@ DIFFERENCES: tuple[Difference, ...] = (
             "get and set state/both fsdp2+tp *",
             "meshes/size_one_axes *",
             "meshes/three_dimensions *",
+            "dcp, programs/training fsdp2+tp *",
         ),
+        core_of=("2.4",),
+    ),
+    Difference(
+        "torch 2.4 has no _distribute_tensors",
+        ("helpers/distribute",),
         core_of=("2.4",),
     ),
     Difference(

@@ -10,8 +10,11 @@ from typing import Any
 from differences import DIFFERENCES, Difference, kept_tuples
 from expected import BASE, FOLDER, NATIVE, PINNED, Expectations, load, row_for
 from scenario import all_scenarios
+from upstream import BOTH, MAIN, RELEASE, UPSTREAM, Upstream
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+#: PyTorch's own tests, name by name.
+UPSTREAM_PATH = PATH.with_name("upstream-tests.md")
 #: Every scenario that native torch fails in, one a line.
 FAILS = FOLDER / "native-fails.tsv"
 #: The columns of counts: heading -> verdict.
@@ -25,7 +28,7 @@ the records, and the records to torch.
 {total} scenarios on 1 to 8 ranks (gloo, CPU): get and set, model and optimizer, every option, every wrapper.
 Compared: order of keys, types, layouts, dtypes, shapes, devices, SHA-256 of values, warnings; an error's
 class and ranks. Ours must equal native torch {natives}, or have a reason
-below and a pinned result.
+below and a pinned result. [Name by name](upstream-tests.md): PyTorch's own tests of the same functions.
 
 Scenario by scenario, in that folder: `differences.py` (reasons), `recorded/ours-*.json` (our results
 where they differ), `recorded/stock-*.json` (verdicts on stock torch), `recorded/native-fails.tsv`.
@@ -53,11 +56,25 @@ CANNOT = """
 ([each](../tests/conformance/recorded/native-fails.tsv)). With us, and how native torch fails:
 
 """
+UPSTREAM_HEAD = """# PyTorch's own tests
+
+Made by `make conformance`. It lists each of the {tests} tests that PyTorch has in these files of
+`test/distributed/checkpoint`, and what this package has for the same promise: scenarios of
+[conformance](conformance.md), or other tests, all written without PyTorch's. {ours} tests have one; the
+others say why their promise is not this package's.
+
+- **in**: PyTorch {release}, its main branch (the newest copy of each file that was at hand in 2026), or both.
+- **here**: scenarios by their names in `tests/conformance/recorded/`, `*` for any end; tests with a link.
+- **stock**: the scenarios that torch {base} alone answers as native torch does.
+- **ours**: those that this package answers so on torch {base}. The others are different on purpose, or
+  decided by torch's core ([reasons](conformance.md#different-from-native-torch-on-purpose)).
+- **native**: those that raise no error on torch {native}; in some an error is what is promised.
+"""
 
 
 def files() -> dict[Path, str]:
     """What is made from the records, and its text."""
-    return {PATH: page(), FAILS: fails()}
+    return {PATH: page(), FAILS: fails(), UPSTREAM_PATH: upstream_page()}
 
 
 def page() -> str:
@@ -168,3 +185,52 @@ def expectations(release: str) -> Expectations:
     if release not in _loaded:
         _loaded[release] = Expectations(release)
     return _loaded[release]  # type: ignore[no-any-return]
+
+
+def upstream_page() -> str:
+    """PyTorch's tests by file, and the verdicts on the scenarios for each."""
+    rows = [row for tests in UPSTREAM.values() for row in tests]
+    parts = [
+        UPSTREAM_HEAD.format(
+            tests=len(rows),
+            ours=sum(bool(row.scenarios or row.tests) for row in rows),
+            release=RELEASE,
+            base=BASE,
+            native=NATIVE[0],
+        )
+    ]
+    head = ("test", "in", "here", f"stock {BASE}", "ours", f"native {NATIVE[0]}")
+    for file, tests in UPSTREAM.items():
+        parts += [f"\n## {file}\n\n", table([head, *map(upstream_row, tests)])]
+    return "".join(parts)
+
+
+def upstream_row(row: Upstream) -> tuple[object, ...]:
+    where = {BOTH: "both", MAIN: "main", RELEASE: RELEASE}[row.where]
+    scenarios = [f"`{pattern}`" for pattern in row.scenarios]
+    here = "<br>".join([*scenarios, *map(linked, row.tests), *filter(None, [row.not_ours])])
+    return (f"`{row.name}`", where, here, *verdicts_of(row))
+
+
+def linked(test: str) -> str:
+    """A link to the file of a test."""
+    path, _, name = test.partition("::")
+    return f"[{name}](../{path})"
+
+
+def verdicts_of(row: Upstream) -> tuple[str, str, str]:
+    """How many of the scenarios stock torch, ours and native torch have right."""
+    keys = row.keys
+    if not keys:
+        return ("", "passes" if row.tests else "", "")
+    stock, native = load_once(f"stock-{BASE}"), load_once(f"native-{NATIVE[0]}")
+    equal = sum(stock[key] == "equal" for key in keys)
+    works = sum("error" not in native[key] for key in keys)
+    ours = kinds(keys, BASE)
+    words = [f"{ours['equal']} of {len(keys)}"]
+    words += [
+        f"{ours[kind]} {text}"
+        for kind, text in (("deliberate", "on purpose"), ("core", "core"))
+        if ours[kind]
+    ]
+    return f"{equal} of {len(keys)}", ", ".join(words), f"{works} of {len(keys)}"

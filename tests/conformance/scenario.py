@@ -18,7 +18,7 @@ from canonical import canonical
 from pool import send_values
 
 #: Modules that hold scenarios.
-CASES = ("cases_model", "cases_optim", "cases_special", "cases_hooks", "cases_states")
+CASES = ("cases_model", "cases_optim", "cases_special", "cases_hooks", "cases_states", "cases_dcp")
 PUBLIC = (
     "get_model_state_dict",
     "get_optimizer_state_dict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
@@ -29,8 +30,10 @@ from expected import (
 from runner import NATIVE as IS_NATIVE
 from runner import RELEASE
 from scenario import all_scenarios
+from upstream import UPSTREAM
 
 KEYS = tuple(all_scenarios())
+UPSTREAM_ROWS = [(file, row) for file, rows in UPSTREAM.items() for row in rows]
 #: Which of them each test runs on this torch: a native one's own results are the standard, and a
 #: release without a record has nothing to be compared with.
 #: Native results are run again where that is asked for: a digest says that they are of these scenarios.
@@ -118,6 +121,25 @@ def test_records_are_those_in_patches():
 def test_the_page_is_what_is_recorded():
     for path, text in report.files().items():
         assert path.read_text() == text, f"make conformance writes {path.name} anew"
+
+
+@pytest.mark.parametrize(
+    ("file", "row"), UPSTREAM_ROWS, ids=[f"{file} {row.name}" for file, row in UPSTREAM_ROWS]
+)
+def test_what_is_named_for_a_test_of_pytorchs_is_there(file, row):
+    assert row.scenarios or row.tests or row.not_ours, "neither a scenario, nor a test, nor a reason"
+    for pattern in row.scenarios:
+        assert row._replace(scenarios=(pattern,)).keys, f"no scenario is named {pattern}"
+    for test in row.tests:
+        path, _, name = test.partition("::")
+        functions = ast.parse((FOLDER.parents[2] / path).read_text()).body
+        assert name in {one.name for one in functions if isinstance(one, ast.FunctionDef)}, test
+
+
+def test_each_test_of_pytorchs_has_one_row():
+    for file, rows in UPSTREAM.items():
+        names = [row.name for row in rows]
+        assert len(names) == len(set(names)), file
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ Its constructors ask for CUDA: the stand-ins here are all that a CPU needs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -45,11 +47,28 @@ def initialise(tp: int, pp: int, vpp: int = 1, ep: int = 1, etp: int = 0) -> Any
     return parallel_state
 
 
+#: The setting for the gate of shared experts; older releases have a parameter in their module's spec.
+GATE = "moe_shared_expert_gate"
+
+
+def has_setting(name: str) -> bool:
+    """Return whether this megatron-core's TransformerConfig has a setting."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return name in {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def stage_of(function: Any, chunk: int, vpp: int) -> dict[str, int]:
+    """Return the argument that says which chunk is made; older releases have it in their parallel state."""
+    return {"vp_stage": chunk} if vpp > 1 and "vp_stage" in inspect.signature(function).parameters else {}
+
+
 def sparse(decoder: Decoder) -> dict[str, Any]:
     """What a sparse model's TransformerConfig has beside the others'."""
     if not decoder.experts:
         return {}
     return {
+        **({GATE: True} if decoder.shared_rows and has_setting(GATE) else {}),
         "num_moe_experts": decoder.experts,
         "moe_ffn_hidden_size": decoder.expert_rows,
         "moe_shared_expert_intermediate_size": decoder.shared_rows or None,
@@ -122,7 +141,10 @@ def gpt(
         # Of the layers of this chunk, where they differ.
         if decoder.dense:
             spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization="RMSNorm"
+                config,
+                use_transformer_engine=False,
+                normalization="RMSNorm",
+                **stage_of(gpt_layer_specs.get_gpt_decoder_block_spec, chunk, vpp),
             )
         else:
             spec = gpt_layer_specs.get_gpt_layer_local_spec(
@@ -131,21 +153,23 @@ def gpt(
                 num_experts=decoder.experts or None,
                 moe_grouped_gemm=False,
             )
-        for layer in spec.layer_specs if decoder.dense else [spec]:
-            mlp = layer.submodules.mlp.submodules
-            if decoder.shared_rows and getattr(mlp, "shared_experts", None):
-                mlp.shared_experts.params = {"gate": True}
+        if decoder.shared_rows and not has_setting(GATE):
+            for layer in spec.layer_specs if decoder.dense else [spec]:
+                mlp = layer.submodules.mlp.submodules
+                if getattr(mlp, "shared_experts", None):
+                    mlp.shared_experts.params = {"gate": True}
         model = GPTModel(
             config,
             spec,
             vocab_size=-(-decoder.vocab // (16 * tp)) * 16 * tp,
             max_sequence_length=32,
-            pre_process=state.is_pipeline_first_stage(),
-            post_process=state.is_pipeline_last_stage(),
+            pre_process=chunk == 0 and state.is_pipeline_first_stage(ignore_virtual=True),
+            post_process=chunk == vpp - 1 and state.is_pipeline_last_stage(ignore_virtual=True),
             share_embeddings_and_output_weights=decoder.tied,
             position_embedding_type="rope",
             rotary_base=10000,
             parallel_output=False,
+            **stage_of(GPTModel.__init__, chunk, vpp),
         ).to(dtype)
         with torch.no_grad():
             for param in model.parameters():
