@@ -101,7 +101,7 @@ def test_the_readme_is_short_and_begins_with_the_symptom() -> None:
     assert "OutOfMemoryError" in lines[2]
     headings = [line for line in lines if line.startswith("## ")]
     assert headings == [
-        f"## {name}" for name in ("Install", "Proof", "Limits", "Libraries beside the backport")
+        f"## {name}" for name in ("Which function do I call?", "Install", "Proof", "Limits")
     ]
 
 
