@@ -325,10 +325,11 @@ def draw(runs: dict[str, tuple[list[Start], Start]], path: str) -> None:
             losses.annotate(
                 str(world), (step, top * (1.09 + 0.04 * (place % 2))), ha="center", fontsize=8, color=blue
             )
+        losses.plot([], [], linestyle="none", marker="$4$", markeredgewidth=0.2, color=blue, label="ranks from here on")
         losses.set(title=name, ylim=(None, top * 1.2))
         losses.legend(loc="center right", frameon=False)
         losses.grid(alpha=0.25)
-        apart.set(xlabel="step; above: number of ranks from that step on")
+        apart.set(xlabel="step")
         apart.grid(alpha=0.25)
     axes[0][0].set_ylabel("loss, nats a letter")
     axes[1][0].set(ylabel="difference", ylim=(0, None))
