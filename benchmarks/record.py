@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Appends the figures of a run of benchmarks/transfer.py to benchmarks/figures.jsonl, a line for each release.
+"""Appends the figures of a run of benchmarks/transfer.py to benchmarks/figures.jsonl: a line for a release.
 
-    python3 benchmarks/record.py                                       # of benchmarks/results, which is of this release
+    python3 benchmarks/record.py                                # of benchmarks/results, for this release
     python3 benchmarks/record.py FOLDER --release 0.2.0
-    python3 tools/lanes.py run current -- python benchmarks/record.py --plot figures.png    # draws, appends nothing
+    python3 tools/lanes.py run current -- python benchmarks/record.py --plot figures.png
 
-Seconds of one machine say little about those of another, so a line has ratios: our seconds over those that stock
-torch 2.6 and a current torch took in the same run, taking turns. Peaks are in MiB.
+The last draws what is recorded, and appends nothing. Seconds of one machine say little about those of another,
+so a line has ratios: our seconds over those that stock torch 2.6 and a current torch took in the same run,
+taking turns. Peaks are in MiB.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def append(line: dict[str, Any]) -> None:
     """
     for other in recorded():
         if (other["release"], other["date"]) == (line["release"], line["date"]):
-            raise SystemExit(f"{FIGURES.name} has this run already: release {line['release']}, {line['date']}")
+            raise SystemExit(f"{FIGURES.name} has this run already: {line['release']}, {line['date']}")
     with open(FIGURES, "a") as file:
         file.write(json.dumps(line) + "\n")
 

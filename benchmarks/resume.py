@@ -325,7 +325,8 @@ def draw(runs: dict[str, tuple[list[Start], Start]], path: str) -> None:
             losses.annotate(
                 str(world), (step, top * (1.09 + 0.04 * (place % 2))), ha="center", fontsize=8, color=blue
             )
-        losses.plot([], [], linestyle="none", marker="$4$", markeredgewidth=0.2, color=blue, label="ranks from here on")
+        number = {"marker": "$4$", "markeredgewidth": 0.2, "linestyle": "none"}
+        losses.plot([], [], color=blue, label="ranks from here on", **number)
         losses.set(title=name, ylim=(None, top * 1.2))
         losses.legend(loc="center right", frameon=False)
         losses.grid(alpha=0.25)

@@ -111,9 +111,8 @@ def meant(dotted: str) -> Any:
 
 def options_of(name: str) -> set[str]:
     """The options of a function or class; of the state dict functions those of `StateDictOptions`, too."""
-    own = set(inspect.signature(meant(name)).parameters)
-    is_of_torch = name.startswith("state_dict.")
-    return own | (set(inspect.signature(meant("state_dict.StateDictOptions")).parameters) if is_of_torch else set())
+    of = [name, "state_dict.StateDictOptions"] if name.startswith("state_dict.") else [name]
+    return {option for each in of for option in inspect.signature(meant(each)).parameters}
 
 
 def test_readme_leads_from_what_a_user_has_to_functions_that_are_there() -> None:

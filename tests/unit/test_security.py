@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ from torch_dcp_backport.dist_checkpointing import storage, training_state
 
 PACKAGE = Path(torch_dcp_backport.__file__).parent
 CALLS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"}
-#: Modules that unpickle, by what comes in: messages of ranks, of a process that this one has started, and values
-#: that this process has pickled itself.
+#: Modules that unpickle, by what comes in: messages of ranks, of a process that this one has started, and
+#: values that this process has pickled itself.
 MESSAGES = {"transfer/_src/plan.py", "transfer/_src/wire.py", "transfer/_src/meet.py"}
 WRITER = {"dist_checkpointing/_src/saver.py", "dist_checkpointing/_src/saver_process.py"}
 OWN = {
@@ -60,8 +61,8 @@ def test_no_other_module_unpickles() -> None:
     ],
     ids=lambda takes: takes.__name__,
 )
-def test_trust_is_asked_for(takes: object) -> None:
-    assert inspect.signature(takes).parameters["trust"].default is False  # type: ignore[arg-type]
+def test_trust_is_asked_for(takes: Any) -> None:
+    assert inspect.signature(takes).parameters["trust"].default is False
     page = (PACKAGE.parent / "SECURITY.md").read_text()
-    name: str = getattr(takes, "__name__")
+    name = takes.__name__
     assert ("managers" if name.endswith("CheckpointManager") else f"`{name}`") in page
