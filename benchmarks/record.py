@@ -5,7 +5,7 @@
     python3 benchmarks/record.py FOLDER --release 0.2.0
     python3 tools/lanes.py run current -- python benchmarks/record.py --plot figures.png
 
-The last draws what is recorded, and appends nothing. Seconds of one machine say little about those of another,
+The last draws what is recorded, and appends nothing. Seconds of one machine say little about those of others,
 so a line has ratios: our seconds over those that stock torch 2.6 and a current torch took in the same run,
 taking turns. Peaks are in MiB.
 """

@@ -325,8 +325,8 @@ def draw(runs: dict[str, tuple[list[Start], Start]], path: str) -> None:
             losses.annotate(
                 str(world), (step, top * (1.09 + 0.04 * (place % 2))), ha="center", fontsize=8, color=blue
             )
-        number = {"marker": "$4$", "markeredgewidth": 0.2, "linestyle": "none"}
-        losses.plot([], [], color=blue, label="ranks from here on", **number)
+        digit = {"marker": "$4$", "markeredgewidth": 0.2, "linestyle": "none"}
+        losses.plot([], [], color=blue, label="ranks from here on", **digit)
         losses.set(title=name, ylim=(None, top * 1.2))
         losses.legend(loc="center right", frameon=False)
         losses.grid(alpha=0.25)
