@@ -16,8 +16,8 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 	tests/megatron/test_megatron_families.py tests/megatron/test_megatron_computing.py
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
-	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 transformers newest megatron megatron-2.4 megatron-newer emulated conformance reliability \
-	patched-page lint wheel docs gpu gpu-old
+	clients clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer emulated conformance reliability \
+	patched-page private-page compatibility lint wheel docs gpu gpu-old
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -59,9 +59,10 @@ demo-engine:
 		--plot engine.png
 
 # torch 2.6.0 (patched) and a current torch (does nothing); ALSO="2.4 2.5" for more lanes at the same time, with less
-# in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole.
+# in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole. BESIDE=--beside-newest leaves to `make newest` what
+# it runs, where its torch is the current one.
 test:
-	$(LANES) test $(JOBS) $(WHOLE) $(ALSO) current 2.6
+	$(LANES) test $(JOBS) $(WHOLE) $(BESIDE) $(ALSO) current 2.6
 
 # The releases in between, which run what torch's own code could make another result of.
 test-between:
@@ -91,7 +92,7 @@ examples:
 
 # lightning-fabric, accelerate, torchtune and verl as they are, on torch 2.6.0 and 2.5.1, with the backport imported
 # first, last and not at all.
-clients: clients-ray clients-2.6 clients-2.5 clients-0.7
+clients: clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9
 
 # Ray gives up on a process of its own that has not begun within 30 s: not beside much else.
 clients-ray:
@@ -106,9 +107,14 @@ clients-2.6:
 clients-2.5:
 	OMP_NUM_THREADS=1 $(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900 $(LEAVE_OUT)
 
-# verl 0.7's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
+# verl's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
+VERL = tests/engine/test_engine_verl.py tests/engine/test_verl_workers.py
 clients-0.7:
-	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py tests/engine/test_verl_workers.py tests/megatron/test_megatron_verl.py
+	$(LANES) test verl -- $(VERL) tests/engine/test_verl_trainer.py tests/megatron/test_megatron_verl.py
+
+# And its SFT program.
+clients-0.9:
+	$(LANES) test verl-0.9 -- $(VERL) tests/engine/test_verl_sft.py tests/engine/test_verl_trainer.py::test_it_resumes
 
 # Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
 s3:
@@ -119,9 +125,20 @@ transformers:
 	$(LANES) test transformers -- tests/releases tests/hf/test_apart.py tests/hf/test_names_of_exports.py \
 		-k "release or apart or save_pretrained"
 
-# The newest torch, transformers, safetensors and peft together.
+# The newest torch, transformers, safetensors, peft and accelerate together, as pinned in tools/newest.txt.
 newest:
 	$(LANES) test newest -- $(NEWEST)
+	OMP_NUM_THREADS=1 $(LANES) test newest -- tests/clients/test_accelerate.py --timeout 900
+
+# What the registry has that is newer than the pins; then `make newest` with it, and pinned where that passes.
+newest-look:
+	$(PYTHON) tools/newest.py look
+newest-take:
+	$(PYTHON) tools/newest.py take -- $(MAKE) newest
+
+# A release between those that CI runs, with nothing left out. A CUDA build, 3 GB to download.
+test-2.14:
+	$(LANES) test 2.14
 
 # Each rank would start as many processes to compile in as there are processors, and each of these imports torch.
 megatron megatron-2.4: export TORCHINDUCTOR_COMPILE_THREADS = 1
@@ -158,6 +175,14 @@ reliability:
 # Writes docs/what-is-patched.md from the records in patches/ and the table of replaced names.
 patched-page:
 	$(PYTHON) tools/patched_page.py
+
+# Writes docs/private-members.md from the list of what the rooms use of torch's private members.
+private-page:
+	$(PYTHON) tools/private_page.py
+
+# Writes the table of docs/compatibility.md from what the lanes' last good runs have passed.
+compatibility:
+	$(PYTHON) tools/compatibility.py
 
 lint:
 	$(LANES) make 2.6 >/dev/null

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -52,6 +53,10 @@ CLIENTS = (
     "pandas>=2.2,<3",
 )
 
+#: What the lane `newest` was last good with; tools/newest.py raises it, or tries others by the variable.
+NEWEST = "LANES_NEWEST"
+NEWEST_PINS = Path(os.environ.get(NEWEST) or ROOT / "tools" / "newest.txt")
+
 LANES: dict[str, tuple[str, ...]] = {
     "2.4.0": ("torch==2.4.0", *OLD, *TOOLS),
     "2.4": ("torch==2.4.1", *OLD, *TOOLS),
@@ -59,9 +64,11 @@ LANES: dict[str, tuple[str, ...]] = {
     "2.5": ("torch==2.5.1", *OLD, *TOOLS),
     "2.6": ("torch==2.6.0", *TOOLS, *VERIFY),
     "2.7": ("torch==2.7.1", *TOOLS, *VERIFY),
+    # Between the releases that CI runs; only if it is named.
+    "2.14": ("torch==2.14.1", *TOOLS, *VERIFY),
     # The last torch for Python 3.9 is 2.8.
     "current": (
-        "torch==2.13.0; python_version >= '3.10'",
+        "torch==2.15.0; python_version >= '3.10'",
         "torch==2.8.0; python_version < '3.10'",
         *TOOLS,
         *VERIFY,
@@ -89,10 +96,31 @@ LANES: dict[str, tuple[str, ...]] = {
         "hydra-core",
         "torchdata",
     ),
+    # The newest verl: its worker, losses and SFT program run our engine. Its programs cannot be imported
+    # beside transformers 5.24 (it asks for less than 5.11); the torch is newer than the one that it names.
+    "verl-0.9": (
+        "torch==2.15.0",
+        *TOOLS,
+        "transformers==5.10.4",
+        "safetensors==0.8.0",
+        "peft==0.21.2",
+        "accelerate==1.15.0",
+        "tensordict==0.15.3",
+        "ray==2.53.0",
+        "datasets>=3.6,<5",
+        "pillow>=11,<14",
+        "orjson>=3.11,<4",
+        "fastapi>=0.115,<1",
+        "uvicorn>=0.30,<1",
+        "cachetools>=5,<8",
+        "codetiming",
+        "hydra-core",
+        "torchdata",
+    ),
     # Files between releases of transformers: the newest here, others in folders beside it (BESIDE).
     "transformers": ("torch==2.13.0", *TOOLS, "transformers==5.24.0", "safetensors>=0.4.3,<1"),
-    # The newest torch, transformers, safetensors and peft together; raise them when there are newer ones.
-    "newest": ("torch==2.15.0", *TOOLS, "transformers==5.24.0", "safetensors==0.8.0", "peft==0.21.2"),
+    # The newest of everything that is not pinned, together.
+    "newest": (*NEWEST_PINS.read_text().split(), *TOOLS),
     # An object store in a process of its own, and what reaches it.
     "s3": ("torch==2.13.0", *TOOLS, "numpy", "s3fs>=2025.3", "moto[server]>=5.1,<6"),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
@@ -108,6 +136,7 @@ LANES: dict[str, tuple[str, ...]] = {
 # verl asks for what its rollouts need.
 BARE = {
     "verl": ("verl==0.7.1",),
+    "verl-0.9": ("verl==0.9.1",),
     "megatron": ("megatron-core==0.12.3",),
     "megatron-2.4": ("megatron-core==0.12.3",),
     "megatron-0.14": ("megatron-core==0.14.0",),
@@ -220,6 +249,8 @@ SHARES = {
     "2.6": ("tests/engine=1/2",),
     "current": tuple(f"tests/{room}=1/2" for room in ROOMS),
 }
+# Folders that `make newest` runs: left out with --beside-newest on a lane whose torch is the same.
+LEFT_TO_NEWEST = ("tests/engine", "tests/hf")
 # Folders with a run of their own beside other lanes: else the longest lane ends long after them.
 APART = {"2.6": ("tests/imports", "tests/unit", "tests/conformance")}
 # Says to the tests that nothing is left out.
@@ -228,6 +259,9 @@ WHOLE = "TESTS_WHOLE"
 # run that cannot do even that says where it hangs, and is killed with all that it started.
 LIMIT = "LANES_LIMIT"
 LIMIT_SECONDS = 4000.0
+# Where pytest writes what it has passed (tools/ran.py), of which packages, and the folder for that.
+RAN, PACKAGES = "LANES_RAN", "LANES_PACKAGES"
+RAN_FOLDER = ROOT / "build" / "ran"
 # Where pytest writes its counts (tools/progress.py), and how often they are shown, in seconds.
 PROGRESS = "LANES_PROGRESS"
 EVERY = 20.0
@@ -310,24 +344,36 @@ def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
         done.touch()
 
 
+def packages_of(name: str) -> list[str]:
+    """The packages that make a lane what it is: not those that all lanes have."""
+    common = {re.split(r"[^\w.-]", each)[0] for each in (*TOOLS, *OLD)}
+    names = [re.split(r"[^\w.-]", each)[0] for each in (*LANES[name], *BARE.get(name, ()))]
+    return [each for each in dict.fromkeys(names) if each not in common]
+
+
 def requirements_of(name: str) -> tuple[str, ...]:
     """All that is installed for a lane, in the environment and beside it."""
     beside = [each for requirements in BESIDE.get(name, {}).values() for each in requirements]
     return (*LANES[name], *BARE.get(name, ()), *beside)
 
 
-def make(name: str) -> Path:
-    """The lane's Python, its environment made first if it is not there yet."""
-    python, version = python_of(name)
+def uv_made() -> str:
+    """The path of uv, in an environment of its own that is made first if it is not there yet."""
     tool = cache_dir() / key("uv", (UV,), platform.python_version())
     fresh(
         tool,
         [sys.executable, "-m", "venv", str(tool)],
         [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
     )
+    return str(bin_of(tool, "uv"))
+
+
+def make(name: str) -> Path:
+    """The lane's Python, its environment made first if it is not there yet."""
+    python, version = python_of(name)
+    uv = uv_made()
     bare, beside = BARE.get(name, ()), BESIDE.get(name, {})
     env = cache_dir() / key(name, requirements_of(name), version)
-    uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
     # uv does not read pip's variable.
     for place in os.environ.get("PIP_FIND_LINKS", "").split():
@@ -468,6 +514,8 @@ def run(
     env["VIRTUAL_ENV"] = str(python.parent.parent)
     if progress is not None:
         env[PROGRESS] = str(progress)
+    env[RAN] = str(RAN_FOLDER / f"{name}@{hashlib.sha256(repr(command).encode()).hexdigest()[:12]}.json")
+    env[PACKAGES] = " ".join(packages_of(name))
     # What mypy knows of torch takes a minute to find out, and is the same for every clone.
     env.setdefault("MYPY_CACHE_DIR", str(python.parent.parent / "mypy"))
     with subprocess.Popen(command, env=env, stdout=output, stderr=output and subprocess.STDOUT) as process:
@@ -484,7 +532,12 @@ def run(
             raise
 
 
-def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
+def torch_of(name: str) -> str:
+    """The requirement of a lane's torch."""
+    return next((each.partition(";")[0] for each in LANES[name] if each.startswith("torch==")), "")
+
+
+def test(names: list[str], extra: list[str], jobs: int, whole: bool, beside_newest: bool) -> int:
     """Run the suite in each lane, `jobs` at a time; pytest has the last word.
 
     The lanes that leave least out begin first; what each said is shown when all before it are done, in the
@@ -515,6 +568,8 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
             *(f"--{'deselect' if '::' in path else 'ignore'}={path}" for path in left_out.get(name, ())),
             *(f"--share={share}" for share in shares.get(name, ())),
         ]
+        if beside_newest and torch_of(name) == torch_of("newest"):
+            arguments += [f"--ignore={folder}" for folder in LEFT_TO_NEWEST]
         if name in APART and len(names) > 1 and not extra:
             runs.append((name, f"{name} ({', '.join(APART[name])})", [*APART[name], *arguments]))
             arguments += [f"--ignore={folder}" for folder in APART[name]]
@@ -529,7 +584,7 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
         print(f"=== lane {label} begins", file=sys.stderr, flush=True)
         limit = float(os.environ.get(LIMIT, LIMIT_SECONDS))
         command = ["python", "-m", "pytest"]
-        for plugin in ("seconds", "shares", "progress"):
+        for plugin in ("seconds", "shares", "progress", "ran"):
             command += ["-p", f"tools.{plugin}"]
         command += [f"--session-timeout={0.9 * limit:.0f}", *arguments]
         # Where there is one run alone, pytest's own output is there at once.
@@ -572,6 +627,7 @@ def main() -> int:
     tester = sub.add_parser("test", help="run the test suite in lanes; pytest's own arguments after --")
     tester.add_argument("lane", nargs="+", metavar="LANE")
     tester.add_argument("--whole", action="store_true", help="leave nothing out")
+    tester.add_argument("--beside-newest", action="store_true", help="leave to `make newest` what it runs")
     tester.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="lanes at a time")
     argv = sys.argv[1:]
     extra: list[str] = []
@@ -590,7 +646,7 @@ def main() -> int:
         unknown = [name for name in args.lane if name not in LANES]
         if unknown:
             parser.error(f"no such lane: {', '.join(unknown)} (there are {', '.join(LANES)})")
-        return test(args.lane, extra, args.jobs, args.whole)
+        return test(args.lane, extra, args.jobs, args.whole, args.beside_newest)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("run needs a command")

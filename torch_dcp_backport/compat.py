@@ -20,6 +20,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_dcp_backport import private_members
+from torch_dcp_backport.private_members import has
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor as DTensor
@@ -163,13 +166,19 @@ def wrapper(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
 def fsdp2_parameters(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's own record of each parameter that it shards."""
     for state in fsdp2_states(model):
-        yield from getattr(state._fsdp_param_group, "fsdp_params", ())
+        if state._fsdp_param_group is not None:
+            yield from state._fsdp_param_group.fsdp_params
 
 
 def offloaded_parameters(model: torch.nn.Module) -> set[int]:
-    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta."""
-    params = (param for param in fsdp2_parameters(model) if getattr(param, "offload_to_cpu", False))
-    return {id(param.sharded_param) for param in params}
+    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta.
+
+    Raises:
+        MissingMember: this torch's FSDP2 does not tell.
+    """
+    for root in _fsdp2_roots(model):
+        check_fsdp2(root, "state_dict")
+    return {id(param.sharded_param) for param in fsdp2_parameters(model) if param.offload_to_cpu}
 
 
 def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -226,6 +235,8 @@ def abandon_pass(model: torch.nn.Module) -> None:
     Else it waits for that backward pass to end, and the next one runs on what is left of whole units.
     Gradients that were not reduced yet are gone: `zero_grad` does not reach them. Reduced ones stay.
     """
+    for root in _fsdp2_roots(model):
+        check_fsdp2(root, "checkpoint")
     if not _accumulates_apart(model):
         # torch 2.13 has `reset_iter_state`, which leaves gradients that were not reduced to the next pass.
         # That of torch 2.15 drops them, and the reduced ones, which are the caller's.
@@ -278,32 +289,55 @@ def _accumulates_apart(model: torch.nn.Module) -> bool:
     )
 
 
-def missing_in_fsdp2(module: torch.nn.Module) -> list[str]:
-    """Return what the functions for FSDP2's reductions need, and this torch's FSDP2 does not have.
-
-    A release may rename what is not public. Asked before training, that is one error, and not one in the
-    middle of a backward pass.
+def check_fsdp2(module: torch.nn.Module, room: str) -> None:
+    """Check that FSDP2 has what a room does with a module's passes, before there is one.
 
     Args:
         module: a module that FSDP2 shards.
+        room: the room that asks.
+
+    Raises:
+        MissingMember: a release has renamed what is not public.
     """
-    if not hasattr(module, "_get_fsdp_state"):
-        return ["FSDPModule._get_fsdp_state"]
-    state: Any = cast(Any, module)._get_fsdp_state()
-    if not hasattr(state, "_fsdp_param_group"):
-        return ["FSDPState._fsdp_param_group"]
-    group = state._fsdp_param_group
-    if group is None:
-        return []
-    names = ("post_backward", "fsdp_params", "reduce_grads", "all_reduce_grads", "_training_state")
-    missing = [f"FSDPParamGroup.{name}" for name in names if not hasattr(group, name)]
-    missing += ["FSDPParam.sharded_param"] * any(
-        not hasattr(param, "sharded_param") for param in getattr(group, "fsdp_params", ())
-    )
-    if not _accumulates_apart(module):
-        public = ("reset_iter_state", "set_reduce_scatter_unused_params")
-        missing += [f"FSDPModule.{name}" for name in public if not hasattr(module, name)]
-    return missing
+    asked = [member for member in private_members.asked_by(room) if member.name.startswith("FSDP")]
+    missing = _missing_of(module, [member.name for member in asked if not member.until])
+    older = [member.name for member in asked if member.until]
+    # Which of the two ways this release has is seen in what was asked for until here.
+    if older and not missing and _group_of(module) is not None:
+        public = [f"FSDPModule.{name}" for name in ("reset_iter_state", "set_reduce_scatter_unused_params")]
+        missing = _missing_of(module, older if _accumulates_apart(module) else public)
+    if missing:
+        raise private_members.lacking(room, missing)
+
+
+def _missing_of(module: torch.nn.Module, names: list[str]) -> list[str]:
+    """Return which members FSDP2's objects of a module lack, of names as `FSDPParam.sharded_param`."""
+    missing: list[str] = []
+    for kind, owner in _fsdp2_objects(module):
+        missing += [
+            name for name in names if name.startswith(f"{kind}.") and not has(owner, name.partition(".")[2])
+        ]
+    return list(dict.fromkeys(missing))
+
+
+def _fsdp2_objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield FSDP2's objects of a module with their classes' names, as far as one leads to the next."""
+    yield "FSDPModule", module
+    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    if state is None:
+        return
+    yield "FSDPState", state
+    if hasattr(state, "_state_ctx"):
+        yield "FSDPStateContext", state._state_ctx
+    group = getattr(state, "_fsdp_param_group", None)
+    if group is not None:
+        yield "FSDPParamGroup", group
+        yield from (("FSDPParam", param) for param in getattr(group, "fsdp_params", ()))
+
+
+def _group_of(module: torch.nn.Module) -> Any:
+    """Return FSDP2's record of the parameters of a module; None where modules within it have all of them."""
+    return cast(Any, module)._get_fsdp_state()._fsdp_param_group
 
 
 @torch.no_grad()
@@ -323,7 +357,7 @@ def reduce_unused(module: torch.nn.Module, is_asked: bool) -> None:
         return
     params = [
         param
-        for param in cast(Any, module)._get_fsdp_state()._fsdp_param_group.fsdp_params
+        for param in _group_of(module).fsdp_params
         if getattr(param, "_unsharded_param", None) is not None and param._unsharded_param.requires_grad
     ]
     for param in params:
@@ -343,10 +377,10 @@ def replace_reduction(module: torch.nn.Module, make: Callable[[Any], Made]) -> O
     FSDP2 calls the method after each backward pass through the module. None where FSDP2 shards all of the
     module's parameters with modules within it.
     """
-    state: Any = cast(Any, module)._get_fsdp_state()
-    if state._fsdp_param_group is None:
+    group = _group_of(module)
+    if group is None:
         return None
-    made = state._fsdp_param_group.post_backward = make(state._fsdp_param_group)
+    made = group.post_backward = make(group)
     return made
 
 
@@ -487,6 +521,17 @@ def current_device(kind: str) -> torch.device:
     if module is None or not hasattr(module, "current_device"):
         return torch.device(kind)
     return torch.device(kind, module.current_device())
+
+
+def vendor_of(kind: str) -> Optional[str]:
+    """The maker of a type of device, by verl's names; None where it is not known."""
+    makers = {
+        "npu": "huawei",
+        "xpu": "intel",
+        "hpu": "intel",
+        "cuda": "amd" if torch.version.hip else "nvidia",
+    }
+    return makers.get(kind)
 
 
 def default_store() -> Any:

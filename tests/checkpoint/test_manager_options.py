@@ -123,6 +123,40 @@ def test_verls_own_settings_are_known_and_unused_ones_said_once(tmp_path: Path, 
     assert caplog.text.count("mbridge_config changes nothing here") == 1
 
 
+@dataclasses.dataclass
+class Later(Verls):
+    """As verl 0.9's CheckpointConfig, and one after it."""
+
+    strict: bool = True
+    save_lora_only: bool = False
+    brand_new: Any = dataclasses.field(default_factory=lambda: ["a"])
+
+
+def test_a_later_release_s_settings_at_their_defaults_are_taken(tmp_path: Path, caplog) -> None:
+    once.forget()
+    Trainer(tmp_path, config=Later())
+    assert caplog.text.count("here") == 1
+    assert "checkpoint_config's brand_new=['a'], which is not known, has no effect here" in caplog.text
+    Trainer(tmp_path, config=Later(strict=False))
+    assert "strict changes nothing here: an export is complete, or an error" in caplog.text
+    with pytest.raises(ValueError, match="checkpoint_config has no brand_new"):
+        Trainer(tmp_path, config=Later(brand_new=["b"]))
+    # Without a class nothing is known of a default.
+    with pytest.raises(ValueError, match="checkpoint_config has no brand_new"):
+        Trainer(tmp_path, config={"brand_new": ["a"]})
+    with pytest.raises(ValueError, match="save_lora_only=2: expected True or False"):
+        Trainer(tmp_path, config={"save_lora_only": 2})
+
+
+def test_adapters_alone_are_not_saved(tmp_path: Path) -> None:
+    """Of a model without any, that asks for nothing; of Megatron's nothing is known."""
+    Trainer(tmp_path, config={"save_lora_only": True})
+    with pytest.raises(ValueError, match=r"save_lora_only=True is not offered: .* save_adapter\(folder\)"):
+        MegatronCheckpointManager(
+            model=torch.nn.Linear(2, 2), checkpoint_config={"save_lora_only": True, "strict": True}
+        )
+
+
 def told_of_unused(api: Any, folder: Path) -> list[str]:
     with heard("checkpoint") as said:
         for _ in range(2):

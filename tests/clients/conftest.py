@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,11 @@ import pytest
 from cpu_fsdp import RELEASE
 from pool import LIMIT, STOCK, Pool
 
-CLIENTS = ("lightning_fabric", "accelerate", "torchtune.training", "verl.utils.fsdp_utils")
+CLIENTS = tuple(
+    name
+    for name in ("lightning_fabric", "accelerate", "torchtune.training", "verl.utils.fsdp_utils")
+    if importlib.util.find_spec(name.partition(".")[0])  # a lane of the newest torch has accelerate alone
+)
 #: What the ranks import, and in which order. The first to be named is what the others must equal.
 ORDERS = {
     "no shim": CLIENTS,
@@ -81,8 +86,9 @@ def check_orders(results: dict[str, list[Any]], stock_keeps: Sequence[str] = ())
             for name, values in expected["bits"].items():
                 assert values or rank, f"{name}: there is nothing to compare"
                 assert found["bits"][name] == values, f"{order}, rank {rank}: {name} differs from stock's"
-            if order != "no shim":
+            if order != "no shim" and RELEASE < (2, 7):
                 assert not any(found["excess"].values()), f"{order}, rank {rank}: {found['excess']}"
-    for rank, found in enumerate(stock):
+    # From torch 2.7 on there is no shim: the three are one, whose import has changed nothing.
+    for rank, found in enumerate(stock if RELEASE < (2, 7) else ()):
         for name in stock_keeps:
             assert found["excess"][name], f"rank {rank}: stock torch holds no more of {name} than it should"

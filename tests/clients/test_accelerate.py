@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from client import environment, facts, full_state_of, tiny_llama, train
+from client import bits, environment, facts, full_state_of, tiny_llama, train
 from conftest import check_orders
 from packaging.version import Version
 from programs import output_of
@@ -76,6 +76,32 @@ def test_a_job(in_every_order: Any, tmp_path: Path) -> None:
     check_orders(in_every_order(a_job, str(tmp_path)), stock_keeps=["optimizer"])
 
 
+def kept_by_our_manager(api: Any, order: str, folder: str) -> dict[str, Any]:
+    """What accelerate has prepared, saved by our manager and loaded into another."""
+    from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+
+    model, optimizer = prepared(accelerator_of(), filled=True)
+    train(model, optimizer)
+    FSDPCheckpointManager(model, optimizer).save_checkpoint(Path(folder, order), global_step=1)
+    other, its_optimizer = prepared(accelerator_of(), filled=False)
+    FSDPCheckpointManager(other, its_optimizer).load_checkpoint(Path(folder, order))
+    saved, loaded = (
+        bits({"model": of.state_dict(), "optimizer": its.state_dict()})
+        for of, its in ((model, optimizer), (other, its_optimizer))
+    )
+    return {"saved": saved, "loaded": loaded}
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 6), reason="accelerate's FSDP2 needs torch 2.6, and says so"
+)
+def test_our_manager_keeps_what_accelerate_has_prepared(in_every_order: Any, tmp_path: Path) -> None:
+    for results in in_every_order(kept_by_our_manager, str(tmp_path)).values():
+        for found in results:
+            assert len(found["saved"]) > 20
+            assert found["loaded"] == found["saved"]
+
+
 def test_accelerate_launch(tmp_path: Path) -> None:
     """The recipe's command, with two ranks: no line of the program knows of us."""
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -84,8 +110,10 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     )
     arguments = ["-m", "accelerate.commands.accelerate_cli", *command.replace(" 8 ", " 2 ").split()]
     output = output_of(arguments, tmp_path)
+    is_fixed = Version(torch.__version__).release >= (2, 7)
+    module = "torch.distributed.checkpoint.state_dict" if is_fixed else "torch_dcp_backport.state_dict"
     for rank in (0, 1):
-        assert f"rank {rank}: torch_dcp_backport.state_dict" in output, output
+        assert f"rank {rank}: {module}" in output, output
 
 
 def in_model(api: Any, order: str, folder: str, everywhere: bool) -> dict[str, Any]:

@@ -215,8 +215,35 @@ def built_without_a_name(api: Any, folder: Path, name: str) -> str:
 def test_a_name_of_fsdp2_that_is_gone_is_one_error_before_training(pools, tmp_path: Path) -> None:
     small.write(tmp_path / "m")
     for text in pools.run(built_without_a_name, tmp_path / "m", "post_backward", world=2):
-        assert "cannot build the model: FSDP2 of torch" in text
-        assert "has no FSDPParamGroup.post_backward" in text
+        assert f"engine cannot be used: torch {torch.__version__} has no FSDPParamGroup.post_backward" in text
+
+
+def checked_without_each(api: Any) -> int:
+    """Ask FSDP2's objects for all that the engine needs, as on torches that lack one of it."""
+    module: Any = torch.nn.Linear(2, 2)
+    compat.fsdp2().fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    compat.check_fsdp2(module, "engine")
+    asked: set[str] = set()
+
+    def has(owner: Any, name: str) -> bool:
+        asked.add(f"{kinds[type(owner)]}.{name}")
+        return f"{kinds[type(owner)]}.{name}" != missing
+
+    kinds = {type(owner): kind for kind, owner in compat._fsdp2_objects(module)}
+    missing = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "has", has)
+        compat.check_fsdp2(module, "engine")
+        names = sorted(asked)
+        for missing in names:
+            with pytest.raises(RuntimeError, match=rf"torch \S+ has no {missing}, on which it stands"):
+                compat.check_fsdp2(module, "engine")
+    return len(names)
+
+
+def test_each_name_of_fsdp2_is_asked_for_before_training(pools) -> None:
+    # Those of the unit's passes, and where FSDP2 has public functions two of these.
+    assert all(count >= 11 for count in pools.run(checked_without_each, world=2))
 
 
 def moved_for_real(api: Any, folder: Path, options: dict[str, Any]) -> Any:
@@ -253,3 +280,22 @@ def test_training_goes_on_with_what_was_moved(ranks, tmp_path: Path, options: An
     options = {**options, "param_offload": True, "optimizer_offload": True}
     for found in ranks(moved_for_real, tmp_path / "m", options):
         small.same(found, small.alone("AdamW"))
+
+
+def grouped(api: Any) -> Any:
+    grid = engine.arrange("cpu", tp_size=2)
+    made = engine.BaseEngine()
+    made.grid = grid
+    alone = engine.BaseEngine()
+    alone.grid = engine.arrange("cpu")
+    shared = engine.BaseEngine()
+    shared.grid = engine.arrange("cpu", ulysses_sequence_parallel_size=2)
+    groups = made.get_model_parallel_group(), shared.get_context_parallel_group()
+    assert alone.get_model_parallel_group() is None
+    assert alone.get_context_parallel_group() is None
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_the_groups_of_ranks_that_share_a_layer_or_a_sequence(ranks) -> None:
+    found = ranks(grouped)
+    assert found == [[[rank // 2 * 2, rank // 2 * 2 + 1]] * 2 for rank in range(len(found))]

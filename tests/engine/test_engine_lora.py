@@ -72,6 +72,22 @@ def run(api: Any, folder: Path, out: Path, sizes: dict[str, int]) -> Any:
     return first, found
 
 
+def changes(api: Any, folder: Path) -> list[str]:
+    built, texts = made(folder, {}), []
+    for export in ("prime_delta_snapshots", "get_per_tensor_param_shard", "get_per_tensor_param_delta_shard"):
+        with pytest.raises(ValueError, match="changes of a model with adapters are not offered") as caught:
+            getattr(built, export)()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_changes_of_adapters_are_refused(ranks, tmp_path: Path) -> None:
+    """They would be those of weights that are not trained."""
+    test_qwen.write(tmp_path)
+    (text,) = {text for texts in ranks(changes, tmp_path, world=2) for text in texts}
+    assert "get_per_tensor_param(base_sync_done=True)" in text
+
+
 @pytest.mark.parametrize("sizes", [{}, {"fsdp_size": 2}, {"tp_size": 2}], ids=str)
 def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
     import peft

@@ -253,11 +253,12 @@ class Later:
 
 
 def test_settings_of_megatrons_adapters_are_noted() -> None:
-    made = config.ModelConfig(
-        lora={"merge": True, "rank": 0, "type": "lora", "alpha": 32, "adapter_path": None}
-    )
+    lora = {"merge": True, "type": "lora", "alpha": 32, "adapter_path": None}
+    made = config.ModelConfig(lora=lora)
     assert made.is_merged
     assert made.no_effect == ("no effect here: lora.type='lora', lora.alpha=32; they are Megatron's",)
+    # verl 0.9's files list all of them beside a rank of 0, which is no adapter.
+    assert config.ModelConfig(lora={**lora, "rank": 0}).no_effect == ()
     assert config.ModelConfig(lora=None) == config.ModelConfig(lora={})  # type: ignore[arg-type]
 
 
@@ -269,6 +270,49 @@ def test_a_setting_that_nobody_knows_is_noted_or_refused() -> None:
         config.settings(config.EngineConfig, Later(brand_new=0.7))
 
 
+@dataclasses.dataclass
+class Deferring:
+    """As verl 0.9's object."""
+
+    use_no_sync_for_gradient_accumulation: Any = True
+    pad_to_length: bool = False
+    turbo_config: Any = dataclasses.field(default_factory=dict)
+
+
+def test_the_moment_of_a_reduction_has_another_name_in_verl() -> None:
+    for asked, expected in ((Deferring(), "last"), (Deferring(False), "each"), (Deferring(None), "each")):
+        made = config.settings(config.EngineConfig, asked)
+        assert (made.gradient_sync, made.no_effect) == (expected, ())
+    name = "use_no_sync_for_gradient_accumulation"
+    assert config.settings(config.EngineConfig, {name: True}).gradient_sync == "last"
+    assert config.settings(config.EngineConfig, {name: True, "gradient_sync": "last"}).gradient_sync == "last"
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name}=True is gradient_sync='last', and gradient_sync")
+    ):
+        config.settings(config.EngineConfig, {name: True, "gradient_sync": "each"})
+    with pytest.raises(ValueError, match=f"{name}=1: expected True or False"):
+        config.settings(config.EngineConfig, Deferring(1))
+    (told,) = config.settings(config.EngineConfig, {"pad_to_length": True}).no_effect
+    assert told.startswith("pad_to_length=True has no effect here")
+
+
+def test_the_type_of_a_model_is_that_of_the_class(tmp_path: Path) -> None:
+    for kind, own, others in (
+        (engine.FSDPEngineWithLMHead, "language_model", ["value_model"]),
+        (engine.FSDPEngineWithValueHead, "value_model", []),
+    ):
+        for asked in (None, "language_model", own, "reward_model"):
+            kind({"path": "nowhere", "model_type": asked}, device="cpu")
+            kind(types.SimpleNamespace(path="nowhere", model_type=asked), device="cpu")
+        for asked in others:
+            with pytest.raises(ValueError, match=f"model_type is not offered: got '{asked}', .* a {own}"):
+                kind({"path": "nowhere", "model_type": asked}, device="cpu")
+
+
+#: What verl alone has, and is served.
+OF_VERL = ("local_path", "local_hf_config_path", "tokenizer", "processor", "model_type")
+
+
 def test_every_setting_of_ours_is_in_the_table() -> None:
     own = {"tp_size", "gradient_sync"}  # which verl does not have
     for kind, known in (
@@ -278,8 +322,7 @@ def test_every_setting_of_ours_is_in_the_table() -> None:
     ):
         names = {entry.name for entry in dataclasses.fields(kind)} - own
         served = {name for name, entry in known.items() if entry.does == verl.SERVED}
-        # Of verl's objects alone.
-        assert served - {"local_path", "local_hf_config_path", "tokenizer", "processor"} == names
+        assert served - {*OF_VERL, *verl.RENAMED} == names
 
 
 def test_the_table_of_settings_is_in_the_documentation() -> None:
@@ -456,3 +499,24 @@ def test_padding_says_nothing() -> None:
     kept = logits[1]
     expected = torch.distributions.Categorical(logits=kept).entropy()
     torch.testing.assert_close(heads.entropy(kept), expected)
+
+
+def test_an_engine_of_a_vendor_goes_before_that_of_any() -> None:
+    class Registry(engine.EngineRegistry):
+        _engines: Any = {}  # noqa: RUF012
+
+    class Own(engine.BaseEngine):
+        pass
+
+    class Any_(engine.BaseEngine):
+        pass
+
+    Registry.register("reward_model", "mine", "npu", vendor="huawei")(Own)
+    Registry.register("reward_model", ["mine"], ["npu", "cuda"])(Any_)
+    Registry.register("reward_model", "other", "cuda", vendor=["amd", "metax"])(Own)
+    assert Registry.get_engine_cls("reward_model", "mine", "npu") is Own
+    assert Registry.get_engine_cls("reward_model", "mine", "npu", vendor="another") is Any_
+    assert Registry.get_engine_cls("reward_model", "mine", "cuda") is Any_
+    assert Registry.get_engine_cls("reward_model", "other", "cuda", vendor="metax") is Own
+    with pytest.raises(KeyError, match=r"no engine for \('reward_model', 'other', 'cuda', 'nvidia'\)"):
+        Registry.get_engine_cls("reward_model", "other", "cuda", vendor="nvidia")

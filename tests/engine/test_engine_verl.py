@@ -1,4 +1,4 @@
-"""verl 0.7 as it is: its worker runs this engine on its own losses, and trains what one process trains."""
+"""verl 0.7 and 0.9 as they are: their worker trains with this engine and their losses as one process does."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from torch_dcp_backport import engine
+from torch_dcp_backport import checkpoint, engine
 from torch_dcp_backport.engine._src import batches, config, lora
 from torch_dcp_backport.engine._src import verl as known
+from torch_dcp_backport.transfer._src import once
 
 try:
     VERSION = importlib.metadata.version("verl")
 except importlib.metadata.PackageNotFoundError:
     VERSION = ""
-if not VERSION.startswith("0.7."):
-    pytest.skip("verl 0.7 is in the lane verl", allow_module_level=True)
+if not VERSION.startswith(("0.7.", "0.9.")):
+    pytest.skip("verl 0.7 is in the lane verl, 0.9 in the lane verl-0.9", allow_module_level=True)
+IS_0_7 = VERSION.startswith("0.7.")
 test_qwen = pytest.importorskip("test_engine_transformers")
 
 WORLD, ROWS, PROMPT, RESPONSE = 2, 8, 4, 6
@@ -37,7 +39,13 @@ RATE, STEPS = 0.5, 3
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
     """Ranks that have imported verl once, in the process that they are forks of."""
-    imports = ("torch_dcp_backport", "verl.workers.engine_workers", "peft", "transformers.models.qwen2")
+    imports = (
+        "torch_dcp_backport",
+        "verl_cpu",
+        "verl.workers.engine_workers",
+        "peft",
+        "transformers.models.qwen2",
+    )
     pools: list[Pool] = []
 
     def run(*args: Any) -> list[Any]:
@@ -105,7 +113,8 @@ def losses_of(kind: str) -> tuple[Any, dict[str, Any]]:
         return functools.partial(losses.sft_loss, config=None), said
     said = {"global_batch_size": ROWS, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
     if kind == "value":
-        config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=2, model_config=object())
+        needed = {"model_config": object()} if IS_0_7 else {"model": object()}
+        config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=2, **needed)
         return functools.partial(losses.value_loss, config=config), said
     config = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_kl_loss=True, entropy_coeff=0.01
@@ -113,19 +122,30 @@ def losses_of(kind: str) -> tuple[Any, dict[str, Any]]:
     return functools.partial(losses.ppo_loss, config=config), {**said, "calculate_entropy": True}
 
 
+def registered(**others: Any) -> None:
+    """Put our classes into verl's registry, for the CPU; or others, by the types of models."""
+    from verl.workers import engine as verl_engine
+
+    ours = {
+        name: type(kind.__name__, (kind, verl_engine.BaseEngine), {})
+        for name, kind in (
+            ("language_model", engine.FSDPEngineWithLMHead),
+            ("value_model", engine.FSDPEngineWithValueHead),
+        )
+    }
+    for name, kind in {**ours, **others}.items():
+        # verl 0.9 refuses to register a second one.
+        verl_engine.EngineRegistry._engines.get(name, {}).get("fsdp2", {}).pop("cpu", None)
+        verl_engine.EngineRegistry.register(name, ["fsdp2"], ["cpu"])(kind)
+
+
 def worker_of(folder: Path, kind: str, **options: Any) -> Any:
     """verl's own worker; all that it is told of this package is a class in its registry."""
     from verl.trainer.config import CheckpointConfig
-    from verl.workers import engine as verl_engine
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    for name, ours in (
-        ("language_model", engine.FSDPEngineWithLMHead),
-        ("value_model", engine.FSDPEngineWithValueHead),
-    ):
-        registered = type(ours.__name__, (ours, verl_engine.BaseEngine), {})
-        verl_engine.EngineRegistry.register(name, ["fsdp2"], ["cpu"])(registered)
+    registered()
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(WORLD), MASTER_ADDR="-", MASTER_PORT="0")
     single = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
     optimizer = FSDPOptimizerConfig(
@@ -214,11 +234,14 @@ def expected(api: Any, folder: Path, kind: str, begun: dict[str, torch.Tensor]) 
 
 
 def one_step(model: Any, optimizer: Any, kind: str, data: dict[str, torch.Tensor]) -> tuple[float, float]:
+    from verl.utils import tensordict_utils as tu
+
     loss_function, said = losses_of(kind)
     marked = data["loss_mask"].values() if kind == "sft" else data["loss_mask"]
     common = {**said, "batch_num_tokens": marked.sum().item(), "dp_size": 1}
-    # verl divides a value's loss by the tokens of its micro-batch: there it matters which rows are together.
-    size = 2 if kind == "value" else ROWS
+    # verl 0.7 divides a value's loss by the tokens of its micro-batch: it matters which rows are together.
+    is_of_parts = kind == "value" and IS_0_7
+    size = 2 if is_of_parts else ROWS
     total = 0.0
     optimizer.zero_grad()
     for start in range(0, ROWS, size):
@@ -226,8 +249,10 @@ def one_step(model: Any, optimizer: Any, kind: str, data: dict[str, torch.Tensor
         for name in ("input_ids", "loss_mask"):
             if data[name].is_nested:
                 rows[name] = jagged(list(data[name].unbind()[start : start + size]))
-        loss, _ = loss_function(model_output=outputs(model, rows["input_ids"], kind), data={**rows, **common})
-        loss = loss / (WORLD if kind == "value" else 1)
+        loss, _ = loss_function(
+            model_output=outputs(model, rows["input_ids"], kind), data=tu.get_tensordict(rows, common)
+        )
+        loss = loss / (WORLD if is_of_parts else 1)
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
@@ -295,6 +320,90 @@ def inferred(api: Any, folder: Path) -> Any:
     output = worker.infer_batch(rows)
     made = {name: [row.clone() for row in output[name].unbind()] for name in ("log_probs", "entropy")}
     return tu.get(loss, "metrics")["loss"], made
+
+
+def exported(api: Any, folder: Path) -> Any:
+    """A step's changes by ours, and by verl's own functions of our parts, gathered by verl's own function."""
+    from verl.checkpoint_engine.delta_sync.sparse_gather import gather_slot_entries_to_rank0
+    from verl.workers.engine import utils
+
+    worker = worker_of(folder, "ppo", fsdp_size=-1)
+    made = worker.engine
+    rollout = {name: value.clone() for name, value in made.get_per_tensor_param()[0]}
+    made.prime_delta_snapshots()
+    theirs: dict[str, torch.Tensor] = {}
+    utils.prime_delta_snapshots(made.get_per_tensor_param_shard()[0], theirs, pin=False)
+    stepped(worker, "ppo", 0)
+    ours = list(made.get_per_tensor_param_delta_shard()[0])
+    parts = made.get_per_tensor_param_shard()[0]
+    for found, wanted in zip(ours, utils.hf_delta_export(parts, theirs, lambda *of: identity(utils, *of))):
+        (slots, dtype, counts, positions, values, group), expected = found, wanted
+        assert (slots, dtype, group) == (expected[0], expected[1], expected[5])
+        assert all(torch.equal(*pair) for pair in zip((counts, positions, values), expected[2:5]))
+        assert positions.dtype == expected[3].dtype
+        (pair,) = gather_slot_entries_to_rank0(positions, values, counts, group=group) or [None]
+        if pair is not None:
+            rollout[slots[0][0]].view(-1)[pair[0].long()] = pair[1]
+    assert len(ours) == len(theirs) == len(rollout)
+    moved = sum(int(found[2]) for found in ours)
+    now = {name: value.clone() for name, value in made.get_per_tensor_param()[0]}
+    return moved, dist.get_rank() or all(torch.equal(value, rollout[name]) for name, value in now.items())
+
+
+def identity(utils: Any, name: str, spec: Any, place: Any, positions: Any, values: Any) -> Any:
+    return utils._hf_entry_identity(name, spec, place, positions, values)
+
+
+@pytest.mark.skipif(IS_0_7, reason="verl 0.7 has no exports of changes")
+def test_its_own_functions_export_the_same_changes(workers: Any, tmp_path: Path) -> None:
+    test_qwen.write(tmp_path / "m")
+    (moved, is_same), (others, _) = workers(exported, tmp_path / "m")
+    assert is_same
+    assert moved
+    assert others
+
+
+def given(api: Any, folder: Path) -> list[str]:
+    """What a loss gets of a TensorDict, of one with wrapped values, and of a dict."""
+    import tensordict
+    from verl.utils import tensordict_utils as tu
+
+    made, seen = worker_of(folder, "ppo").engine, []
+    rows = own(drawn(0), made)
+    ids = torch.cat([rows["prompts"], rows["responses"]], 1)
+    mark = torch.cat([torch.zeros_like(rows["prompts"]), rows["response_mask"]], 1)
+    tensors = {"input_ids": ids, "attention_mask": rows["attention_mask"], "loss_mask": mark}
+    said = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3, "use_remove_padding": False}
+
+    def loss_of(model_output: Any, data: Any, dp_group: Any) -> Any:
+        if isinstance(data, tensordict.TensorDict):
+            picked = data.select("loss_mask").to_padded_tensor()
+            assert tuple(picked.batch_size) == (len(model_output["log_probs"]),)
+            values = tu.get_non_tensor_data(data, "names", None), data["each"]
+            seen.append(f"{values[0]} {list(values[1])} {data['in']['score'].tolist()}")
+            assert data["dp_size"] == WORLD
+            assert data["batch_num_tokens"] > 0
+        else:
+            seen.append(type(data).__name__)
+        return model_output["log_probs"].sum() * 0, {}
+
+    inner = tensordict.TensorDict({"score": torch.arange(len(ids))}, batch_size=[len(ids)])
+    each = tensordict.NonTensorStack(*"abcd")
+    wrapped = {"names": tensordict.NonTensorData(["x", "y"]), "each": each, "in": inner}
+    data = tu.get_tensordict({**tensors}, said)
+    for name, value in wrapped.items():
+        data[name] = value
+    with made.train_mode():
+        made.forward_backward_batch(data, loss_of)
+        made.forward_backward_batch({**tensors, **said}, loss_of)
+    return seen
+
+
+def test_a_loss_gets_a_tensor_dict_where_one_came(workers: Any, tmp_path: Path) -> None:
+    test_qwen.write(tmp_path / "m")
+    for seen in workers(given, tmp_path / "m"):
+        first, second = "['x', 'y'] ['a', 'b', 'c'] [0, 1, 2]", "['x', 'y'] ['d'] [3]"
+        assert seen == [first, second, "dict", "dict"]
 
 
 def test_its_worker_infers_what_one_process_does(workers: Any, tmp_path: Path) -> None:
@@ -395,6 +504,14 @@ def keys_of(kind: Any) -> set[str]:
     return {entry.name for entry in dataclasses.fields(kind) if not entry.name.startswith("_")}
 
 
+#: The settings that verl's classes have in one of the releases alone.
+NOT_IN_0_7 = {
+    "model_type", "entropy_from_logits_chunk_size", "use_no_sync_for_gradient_accumulation", "pad_to_length",
+    "pad_to_length_bucket", "turbo_config", "strict", "save_lora_only",
+}  # fmt: skip
+NOT_IN_0_9 = {"grad_offload", "mbridge_config"}
+
+
 def test_every_setting_of_its_objects_is_known() -> None:
     """A setting that a release adds has to be served, refused, or known to change nothing."""
     from verl.trainer.config import CheckpointConfig
@@ -402,8 +519,8 @@ def test_every_setting_of_its_objects_is_known() -> None:
 
     for kind in (HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, CheckpointConfig):
         names = set(known.CLASSES[kind.__name__])
-        computed = {"share_embeddings_and_output_weights"} & names
-        assert keys_of(kind) | computed == names, kind
+        others = {"share_embeddings_and_output_weights", *(NOT_IN_0_7 if IS_0_7 else NOT_IN_0_9)}
+        assert keys_of(kind) == names - others, kind
 
 
 def model_of(folder: Path, **options: Any) -> Any:
@@ -475,7 +592,8 @@ def test_its_files_are_settings(tmp_path: Path) -> None:
     model = OmegaConf.load(folder / "model" / "hf_model.yaml")
     model.target_modules = ["q_proj"]
     found = config.settings(config.ModelConfig, model)
-    assert found == config.ModelConfig(
+    assert found.no_effect == ()
+    assert dataclasses.replace(found, lora=None) == config.ModelConfig(
         model.path,
         enable_gradient_checkpointing=True,
         target_modules=["q_proj"],
@@ -523,6 +641,44 @@ def test_what_its_objects_ask_for_in_vain(tmp_path: Path, kind: str, options: An
 
     with pytest.raises(ValueError, match=re.escape(says)):
         made()
+
+
+NEW = pytest.mark.skipif(IS_0_7, reason="a setting of verl 0.9")
+
+
+@NEW
+def test_what_its_new_settings_ask_for(tmp_path: Path) -> None:
+    from verl.workers.config import FSDPEngineConfig
+
+    def made(**options: Any) -> Any:
+        return config.settings(config.EngineConfig, FSDPEngineConfig(strategy="fsdp2", **options))
+
+    assert made().gradient_sync == "last"
+    assert made(use_no_sync_for_gradient_accumulation=False).gradient_sync == "each"
+    (told,) = made(pad_to_length=True, pad_to_length_bucket=512, turbo_config={"a": 1}).no_effect
+    assert told.startswith("pad_to_length=True has no effect here")
+    with pytest.raises(ValueError, match="strategy is not offered: got 'fsdp_turbo'"):
+        config.settings(config.EngineConfig, FSDPEngineConfig(strategy="fsdp_turbo"))
+
+
+@NEW
+def test_its_checkpoint_settings(tmp_path: Path, caplog: Any) -> None:
+    import peft
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config.checkpoint import McoreCheckpointConfig
+
+    once.forget()
+    model = test_qwen.write(tmp_path)
+    for kind in (CheckpointConfig, McoreCheckpointConfig):
+        checkpoint.FSDPCheckpointManager(model, checkpoint_config=kind())
+    checkpoint.FSDPCheckpointManager(model, checkpoint_config=CheckpointConfig(save_lora_only=True))
+    assert not caplog.text
+    checkpoint.FSDPCheckpointManager(model, checkpoint_config=CheckpointConfig(strict=False))
+    assert caplog.text.count("strict changes nothing here") == 1
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    checkpoint.FSDPCheckpointManager(adapted, checkpoint_config=CheckpointConfig())
+    with pytest.raises(ValueError, match="save_lora_only=True is not offered"):
+        checkpoint.FSDPCheckpointManager(adapted, checkpoint_config=CheckpointConfig(save_lora_only=True))
 
 
 def test_what_changes_no_value_is_noted(tmp_path: Path) -> None:

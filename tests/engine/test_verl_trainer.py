@@ -1,4 +1,4 @@
-"""verl 0.7's SFT trainer with this package's `CheckpointHandler` in the place of its own, by one name."""
+"""verl's SFT trainer (0.7 and 0.9) with this package's `CheckpointHandler` in the place of its own."""
 
 from __future__ import annotations
 
@@ -97,6 +97,9 @@ class Trained:
 
         self.rows.append(data["input_ids"][:, 0].tolist())
         return tensordict_utils.get_tensordict({}, {"metrics": {"loss": 0.0}})
+
+    def step_profile(self) -> None:
+        """As verl 0.9's worker."""
 
     def save_checkpoint(self, local_path: str, **_: Any) -> None:
         Path(local_path, "rows.json").write_text(json.dumps(self.rows))

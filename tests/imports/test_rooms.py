@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -129,3 +130,39 @@ def test_sharded_checkpoints_need_no_numpy() -> None:
     # An interpreter of its own: those of `fresh` have numpy.
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+#: Room -> a private member of torch that it, or a room below it, stands on.
+STAND_ON = {
+    "transfer": "torch.utils._python_dispatch._disable_current_modes",
+    "hf": "torch._C._get_privateuse1_backend_name",
+    "state_dict": "torch.nn.modules.module._IncompatibleKeys",
+    "dist_checkpointing": "torch._utils._rebuild_tensor_v3",
+    "checkpoint": "torch.serialization._load",
+    "engine": "torch._foreach_mul_",
+}
+
+
+def test_a_torch_without_what_a_room_stands_on_is_one_error_at_its_import(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import importlib, json, torch.distributed
+        import torch_dcp_backport
+        said = {}
+        for room, member in json.loads(sys.argv[1]).items():
+            owner, _, name = member.rpartition(".")
+            owner = importlib.import_module(owner)
+            value = getattr(owner, name)
+            delattr(owner, name)
+            try:
+                importlib.import_module(f"torch_dcp_backport.{room}")
+            except ImportError as error:
+                said[room] = str(error)
+            setattr(owner, name, value)
+        tell(said=said, version=torch.__version__)
+        """,
+        json.dumps(STAND_ON),
+        switch="off",
+    ).facts
+    for room, member in STAND_ON.items():
+        assert f"torch {facts['version']} has no {member}, on which it stands" in facts["said"][room]

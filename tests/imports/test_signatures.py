@@ -1,4 +1,4 @@
-"""Signatures: the public ones are native torch 2.13's, and every call that torch 2.6 takes is taken.
+"""Signatures: the public ones are native torch 2.15's, and every call that torch 2.6 takes is taken.
 
 The record is made from torch itself, and the lanes that have that torch check it. To make it anew:
     python3 tools/lanes.py run LANE -- python tests/imports/test_signatures.py    (LANE: current, then 2.6)
@@ -16,7 +16,7 @@ import pytest
 from interpreters import AFFECTED, ROOT, TORCH, Fresh
 
 RECORD = ROOT / "tests" / "conformance" / "signatures.json"
-NEWEST, LAST_AFFECTED = "2.13", "2.6"
+NEWEST, LAST_AFFECTED = "2.15", "2.6"
 
 # Every function and class that torch's two modules define, and what is replaced in others:
 # [parameter, kind, default as text or null].
@@ -61,7 +61,7 @@ def release(version: str) -> str:
 
 @pytest.fixture(scope="module")
 def public() -> dict[str, Any]:
-    """Name -> parameters, in native torch 2.13."""
+    """Name -> parameters, in native torch 2.15."""
     module = "torch.distributed.checkpoint.state_dict."
     names = record()[NEWEST]["__all__"]
     return {name: record()[NEWEST][module + name] for name in names if module + name in record()[NEWEST]}

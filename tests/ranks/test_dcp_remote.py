@@ -5,6 +5,7 @@ On torch >= 2.7 these run against torch as it is.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 from pathlib import Path
@@ -212,14 +213,16 @@ class Plain:
 
 
 def test_what_a_save_forces_to_the_disk(ranks, tmp_path):
+    # torch 2.15 flushes a stream that is no file; releases before it force all that the machine holds.
+    everything = 0 if "relying on flush()" in inspect.getsource(dcp.filesystem) else 2
     assert ranks(save_and_sync, str(tmp_path), world=1) == [
         {
             "files": (2, 0),
             "files in threads": (7, 0),
             "files, without": (0, 0),
-            "streams": (0, 2),
+            "streams": (0, everything),
             "streams, without": (0, 0),
-            "of the user's": (0, 2),
+            "of the user's": (0, everything),
         }
     ]
 

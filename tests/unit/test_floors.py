@@ -22,21 +22,23 @@ FLOORS: dict[str, set[str]] = {
     "_version": set(),
     # Parsers of commands: there without torch.
     "arguments": set(),
-    "compat": set(),
+    "private_members": set(),
+    "compat": {"private_members"},
     "publish": set(),
-    "transfer": {"compat"},
-    "state_dict": {"compat", "transfer"},
+    "transfer": {"compat", "private_members"},
+    "state_dict": {"compat", "private_members", "transfer"},
     "dcp": {"compat"},
     # Finds its replacements by name, when they are put in place.
     "activation": {"_version", "dcp", "state_dict"},
-    "dist_checkpointing": {"compat", "publish", "transfer"},
+    "dist_checkpointing": {"compat", "private_members", "publish", "transfer"},
     "hf": {"compat", "publish", "transfer"},
     "megatron": {"arguments", "compat", "publish", "transfer", "hf", "dist_checkpointing"},
     "rooms": set(),
     "checkpoint": {
-        *("arguments", "compat", "publish", "transfer", "hf", "dist_checkpointing", "state_dict", "rooms")
+        *("arguments", "compat", "private_members", "publish", "transfer", "hf", "dist_checkpointing"),
+        *("state_dict", "rooms"),
     },
-    "engine": {"compat", "transfer", "hf", "rooms"},
+    "engine": {"compat", "private_members", "transfer", "hf", "rooms"},
 }
 #: Modules that stand on another floor than their folder, and what they may use besides.
 APART = {"dist_checkpointing/training_state.py": {"state_dict"}}

@@ -149,7 +149,7 @@ def test_a_run_tells_its_counts_and_each_failure_at_once(tmp_path: Path, capfd, 
     (tmp_path / "test_it.py").write_text(
         "import time\ndef test_bad(): assert False\ndef test_good(): time.sleep(5)\n"
     )
-    assert lanes.test(["2.6", "current"], [str(tmp_path), "-p", "no:cacheprovider"], 2, False) == 1
+    assert lanes.test(["2.6", "current"], [str(tmp_path), "-p", "no:cacheprovider"], 2, False, False) == 1
     said = capfd.readouterr()
     for lane in ("2.6", "current"):
         assert re.search(rf"^=== lane {lane}: FAILED .*test_it.py::test_bad$", said.err, re.MULTILINE)

@@ -3,6 +3,10 @@
 verl's names (`verl.utils.checkpoint`) on `dist_checkpointing`. Knows a trainer's parts; must never train.
 """
 
+from torch_dcp_backport.private_members import require
+
+require("checkpoint")
+
 from torch_dcp_backport.checkpoint._src.expiry import SaveSignals, should_save_ckpt_esi
 from torch_dcp_backport.checkpoint._src.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint._src.fsdp import FSDPCheckpointManager

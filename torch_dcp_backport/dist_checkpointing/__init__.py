@@ -4,6 +4,10 @@ Megatron's names (`megatron.core.dist_checkpointing`), torch DCP's format on dis
 must never know a model, but for `training_state`, which nothing here imports.
 """
 
+from torch_dcp_backport.private_members import require
+
+require("dist_checkpointing")
+
 from torch_dcp_backport.dist_checkpointing._src.report import StorageReport, storage_report
 from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,

@@ -4,6 +4,10 @@ Knows models and optimizers; must never know Megatron, and imports transformers 
 for alone.
 """
 
+from torch_dcp_backport.private_members import require
+
+require("engine")
+
 from torch_dcp_backport.engine._src.base import BaseEngine, EngineContext, EngineRegistry
 from torch_dcp_backport.engine._src.batches import (
     Limit,

@@ -4,6 +4,10 @@ An ordinary library on any torch >= 2.4. It knows nothing of patching; `torch_dc
 these functions into torch's module where torch's own are broken.
 """
 
+from torch_dcp_backport.private_members import require
+
+require("state_dict")
+
 from torch_dcp_backport.state_dict.api import (
     DictValueType,
     ListDictValueType,

@@ -3,6 +3,10 @@
 Knows tensors, layouts and process groups. Must never know what a model or an optimizer is.
 """
 
+from torch_dcp_backport.private_members import require
+
+require("transfer")
+
 from torch_dcp_backport.transfer._src.allgather import Held
 from torch_dcp_backport.transfer._src.call import Call
 from torch_dcp_backport.transfer._src.errors import (

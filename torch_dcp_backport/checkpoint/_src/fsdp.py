@@ -391,6 +391,9 @@ class FSDPCheckpointManager(ShardedManager):
             self.tell(text, about)
         return Adapter(name, settings, transposed_in(self.unwrapped), len(configs) > 1)
 
+    def may_have_adapters(self) -> bool:
+        return bool(self.adapters)
+
     @property
     def adapters(self) -> dict[str, Any]:
         """The configurations of peft's adapters, by name."""

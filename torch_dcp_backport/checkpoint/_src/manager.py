@@ -65,9 +65,14 @@ CONTENTS = ("model", "optimizer", "extra")
 HF_MODEL = "hf_model"
 #: Files of verl's own manager beside ours, or alone: of the contents named with it, or of all three.
 VERL = "verl"
-#: The settings of a checkpoint_config; and verl's that change nothing here, with the reason.
+#: The settings of a checkpoint_config; and verl's that change nothing here, with the values that ask for
+#: nothing, and the reason; and verl's that is refused where it asks for something.
 SETTINGS = ("save_contents", "load_contents", "async_save")
-UNUSED = {"mbridge_config": "weights are converted by this package's own tables, not by mbridge"}
+UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mbridge_config": ((None, {}), "weights are converted by this package's own tables, not by mbridge"),
+    "strict": ((None, True), "an export is complete, or an error"),
+}
+LORA_ONLY = "save_lora_only"
 
 
 class BaseCheckpointManager:
@@ -105,7 +110,9 @@ class BaseCheckpointManager:
                 `load_contents` a load takes what `save_contents` names. To be saved
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
                 what this rank writes to the host, and writes it in a thread; see `finish`. A setting of
-                another name is refused; verl's that change nothing here are named in the log.
+                another name is refused, unless it stands at its default in a dataclass; verl's that change
+                nothing here are named in the log. verl's `save_lora_only` is refused where the model has
+                adapters.
             trust: save and load objects of any class in the state of the scheduler and in options of the
                 optimizer, which runs code in the file; else the save refuses them.
             save_timeout: the most seconds that a call waits for this rank's files of a save in the
@@ -123,6 +130,11 @@ class BaseCheckpointManager:
         self.processing_class = processing_class
         self.checkpoint_config = checkpoint_config
         self.process_group = process_group
+        if checked_flag(LORA_ONLY, setting(settings, LORA_ONLY) or False) and self.may_have_adapters():
+            raise ValueError(
+                f"checkpoint_config's {LORA_ONLY}=True is not offered: a checkpoint has the whole model; "
+                "an engine's save_adapter(folder) has the adapters alone"
+            )
         for text in unused:
             self.tell(text)
         self.checkpoint_save_contents = contents_of(settings, "save_contents", self.offered)
@@ -152,6 +164,10 @@ class BaseCheckpointManager:
         self.left_out: tuple[str, ...] = ()
         #: Whether anything was ever uploaded; the same on every rank.
         self._is_uploading = False
+
+    def may_have_adapters(self) -> bool:
+        """Return whether the model has adapters, or may have some that are not known here."""
+        return True
 
     should_save_model = property(lambda self: "model" in self.checkpoint_save_contents)
     should_save_optimizer = property(lambda self: "optimizer" in self.checkpoint_save_contents)
@@ -388,22 +404,36 @@ def step_in(path: object) -> int:
 def unused_settings(config: Any) -> list[str]:
     """Return warnings of settings that change nothing here.
 
-    A setting that is not known is refused: a misspelt name would change nothing, and say nothing.
+    A setting that is not known is refused: a misspelt name would change nothing, and say nothing. A later
+    release's that stands at its default asks for nothing.
 
     Raises:
         ValueError: naming the setting and the nearest known one.
     """
     texts = []
     for name in names_in(config):
-        if name in SETTINGS or name.startswith("_"):
+        if name in SETTINGS or name == LORA_ONLY or name.startswith("_"):
             continue
+        value = setting(config, name)
         if name not in UNUSED:
             nearest = difflib.get_close_matches(name, SETTINGS, 1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ValueError(f"checkpoint_config has no {name}: there are {', '.join(SETTINGS)}{hint}")
-        if setting(config, name):
-            texts.append(f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
+            if nearest or not is_default(config, name, value):
+                hint = f"; did you mean {nearest[0]}?" if nearest else ""
+                raise ValueError(f"checkpoint_config has no {name}: there are {', '.join(SETTINGS)}{hint}")
+            texts.append(f"checkpoint_config's {name}={value!r}, which is not known, has no effect here")
+        elif value not in UNUSED[name][0]:
+            texts.append(f"checkpoint_config's {name} changes nothing here: {UNUSED[name][1]}")
     return texts
+
+
+def is_default(config: Any, name: str, value: Any) -> bool:
+    """Return whether a field of a dataclass has its default; of other objects no default is known."""
+    if not dataclasses.is_dataclass(config):
+        return False
+    entry = next(entry for entry in dataclasses.fields(config) if entry.name == name)
+    if entry.default_factory is not dataclasses.MISSING:
+        return bool(value == entry.default_factory())
+    return entry.default is not dataclasses.MISSING and bool(value == entry.default)
 
 
 def names_in(config: Any) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
 import pickle
 import threading
 from array import array
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 from torch_dcp_backport.dist_checkpointing._src import metadata
 from torch_dcp_backport.dist_checkpointing._src.body import Output, Words
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
-from torch_dcp_backport.dist_checkpointing._src.table import Cells, HeldRow, RowTable
+from torch_dcp_backport.dist_checkpointing._src.table import Cells, RowTable
 from torch_dcp_backport.transfer import Box
 
 # --- shares ---
@@ -27,6 +28,8 @@ from torch_dcp_backport.transfer import Box
 
 #: Smaller pieces of a replica are not worth a record of their own.
 SMALLEST = 256 * 1024
+#: Bytes of a box that is read faster than its file is opened.
+SMALL = 16 * 1024
 #: A replica is cut until a piece is at most this part of a rank's mean share.
 FINE = 20
 
@@ -67,30 +70,39 @@ def shares_of(
     """
     shares = {rank: WriteShare([], []) for rank in tables}
     load = dict.fromkeys(tables, 0)
-    shared: list[tuple[int, Box, list[HeldRow]]] = []
+    shared: list[tuple[int, Box, Holders]] = []
     total = 0
     for key, boxes in cells.items():
-        for box, holders in boxes.items():
-            nbytes = box.numel * holders[0].row.dtype.itemsize
+        for box, rows in boxes.items():
+            nbytes = box.numel * rows[0].row.dtype.itemsize
             total += nbytes
-            by_rank = {held.rank: held for held in reversed(holders)}
+            by_rank = {held.rank: held.number for held in reversed(rows)}
             if len(by_rank) == 1 or not balanced or not nbytes or key in fixed:
-                shares[holders[0].rank].tensors.append(Item(holders[0].number, box))
-                load[holders[0].rank] += nbytes
+                shares[rows[0].rank].tensors.append(Item(rows[0].number, box))
+                load[rows[0].rank] += nbytes
             else:
-                shared.append((nbytes, box, list(by_rank.values())))
+                holders = Holders(rows[0].rank, rows[0].row.dtype.itemsize, by_rank)
+                shared.append((nbytes, box, holders))
     grain = max(total // (len(tables) * FINE), SMALLEST)
-    pieces = [
-        (part.numel * holders[0].row.dtype.itemsize, part, holders)
-        for nbytes, box, holders in shared
-        for part in cut(box, min(-(-nbytes // grain), 4 * len(holders)))
-    ]
+    # Every rank reads a small value that all of them hold (AdamW's step counters), from each file that has
+    # one. So one rank writes those, as many as leave the balance as it is.
+    spare = dict.fromkeys(tables, grain)
+    pieces: list[tuple[int, Box, Holders]] = []
+    for nbytes, box, holders in shared:
+        if nbytes <= SMALL and spare[holders.main] >= nbytes:
+            spare[holders.main] -= nbytes
+            load[holders.main] += nbytes
+            shares[holders.main].tensors.append(Item(holders.numbers[holders.main], box))
+            continue
+        for part in cut(box, min(-(-nbytes // grain), 4 * len(holders.numbers))):
+            pieces.append((part.numel * holders.itemsize, part, holders))
     # The largest first, each to the holder with the least so far; its own order among equals keeps it stable.
     pieces.sort(key=lambda piece: -piece[0])
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for nbytes, box, holders in pieces:
-        held = min(holders, key=lambda held: (load[held.rank], held.rank))
-        load[held.rank] += nbytes
-        shares[held.rank].tensors.append(Item(held.number, box))
+        rank = least_loaded(holders, load, queues)
+        load[rank] += nbytes
+        shares[rank].tensors.append(Item(holders.numbers[rank], box))
     assigned: set[str] = set()
     for rank, table in tables.items():
         for number, row in enumerate(table.objects):
@@ -101,6 +113,34 @@ def shares_of(
         # As the state dict has them: neighbours there are read together.
         share.tensors.sort(key=lambda item: (item.number, item.box.offset))
     return shares
+
+
+class Holders:
+    """The ranks that hold a box, with the number of its row in each one's table."""
+
+    def __init__(self, main: int, itemsize: int, numbers: Mapping[int, int]) -> None:
+        self.main = main
+        self.itemsize = itemsize
+        self.numbers = numbers
+        self.ranks = tuple(sorted(numbers))
+
+
+def least_loaded(
+    holders: Holders, load: Mapping[int, int], queues: dict[tuple[int, ...], list[tuple[int, int]]]
+) -> int:
+    """Return the holder with the least load, of equal ones the lowest rank.
+
+    A minimum over all holders for each piece is quadratic in the number of replicas. So each set of holders
+    has a heap. Entries may be of earlier loads; loads only grow: a first entry that is right is the least.
+    """
+    queue = queues.get(holders.ranks)
+    if queue is None:
+        queue = queues[holders.ranks] = [(load[rank], rank) for rank in holders.ranks]
+        heapq.heapify(queue)
+    while queue[0][0] != load[queue[0][1]]:
+        rank = queue[0][1]
+        heapq.heapreplace(queue, (load[rank], rank))
+    return queue[0][1]
 
 
 def cut(box: Box, parts: int) -> list[Box]:

@@ -1,8 +1,9 @@
-"""The methods that trainers call on an engine, under verl 0.7's names; the registry of engines."""
+"""The methods that trainers call on an engine, under verl's names (0.7 to 0.9); the registry of engines."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Optional, TypeVar, Union
 
@@ -126,6 +127,14 @@ class BaseEngine:
         """Return the process group of the ranks that have data of their own."""
         return self.grid.dp_group
 
+    def get_model_parallel_group(self) -> Group:
+        """Return the process group of the ranks that compute layers together; None where it is one rank."""
+        return None if self.grid.tp is None else self.grid.tp.get_group()
+
+    def get_context_parallel_group(self) -> Group:
+        """Return the process group of the ranks that share a sequence; None where it is one rank."""
+        return self.grid.sp_group
+
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Return whether to use this rank's outputs: it is the first of the ranks that compute the same."""
         return self.grid.is_first_copy
@@ -202,11 +211,16 @@ class EngineRegistry:
         'FSDPEngineWithLMHead'
     """
 
-    _engines: ClassVar[dict[tuple[str, str, str], type[BaseEngine]]] = {}
+    #: (type of model, backend, device, vendor) -> class; the vendor is None where it is for any.
+    _engines: ClassVar[dict[tuple[str, str, str, Optional[str]], type[BaseEngine]]] = {}
 
     @classmethod
     def register(
-        cls, model_type: str, backend: Union[str, list[str]], device: Union[str, list[str]] = "cuda"
+        cls,
+        model_type: str,
+        backend: Union[str, list[str]],
+        device: Union[str, list[str]] = "cuda",
+        vendor: Union[str, list[str], None] = None,
     ) -> Callable[[Engine], Engine]:
         """Return a decorator that registers an engine class; the first of a kind stays.
 
@@ -214,6 +228,7 @@ class EngineRegistry:
             model_type: "language_model", "value_model" or a name of your own.
             backend: the backend's name, or several.
             device: the type of device, or several.
+            vendor: who makes the device ("nvidia", "amd", "huawei", ...), or several; None is any.
 
         Raises:
             TypeError: by the decorator, for a class that is no `BaseEngine`.
@@ -222,29 +237,34 @@ class EngineRegistry:
         def registered(engine: Engine) -> Engine:
             if not issubclass(engine, BaseEngine):
                 raise TypeError(f"{engine.__name__} is no BaseEngine")
-            for name in [backend] if isinstance(backend, str) else backend:
-                for kind in [device] if isinstance(device, str) else device:
-                    cls._engines.setdefault((model_type, name, kind), engine)
+            for kind in itertools.product(_listed(backend), _listed(device), _listed(vendor or [None])):
+                cls._engines.setdefault((model_type, *kind), engine)
             return engine
 
         return registered
 
     @classmethod
-    def get_engine_cls(cls, model_type: str, backend: str, device: Optional[str] = None) -> type[BaseEngine]:
-        """Return the engine class of a kind.
+    def get_engine_cls(
+        cls, model_type: str, backend: str, device: Optional[str] = None, vendor: Optional[str] = None
+    ) -> type[BaseEngine]:
+        """Return the engine class of a kind: that of the vendor, or else that of any vendor.
 
         Args:
             model_type: as it was registered.
             backend: as it was registered.
             device: a type of device; None is this machine's accelerator, or the CPU.
+            vendor: who makes the device; None is this machine's.
 
         Raises:
             KeyError: no such engine; the text lists those that there are.
         """
         asked = (model_type, backend, device or default_device())
-        if asked not in cls._engines:
-            raise KeyError(f"no engine for {asked}; there are {sorted(cls._engines)}")
-        return cls._engines[asked]
+        vendors = (vendor or compat.vendor_of(asked[2]), None)
+        found = next((kind for maker in vendors if (kind := (*asked, maker)) in cls._engines), None)
+        if found is None:
+            there = sorted(str(kind) for kind in cls._engines)
+            raise KeyError(f"no engine for {(*asked, vendors[0])}; there are {', '.join(there)}")
+        return cls._engines[found]
 
     @classmethod
     def new(cls, model_type: str, backend: str, *args: Any, **kwargs: Any) -> BaseEngine:
@@ -260,3 +280,7 @@ class EngineRegistry:
             KeyError: no such engine; the text lists those that there are.
         """
         return cls.get_engine_cls(model_type, backend)(*args, **kwargs)
+
+
+def _listed(names: Any) -> list[Any]:
+    return [names] if isinstance(names, str) else list(names)

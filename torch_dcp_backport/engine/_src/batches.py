@@ -688,6 +688,33 @@ def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return moved
 
 
+def like_batch(given: Any, data: Mapping[str, Any], count: int) -> Any:
+    """Return a micro-batch's data in the batch's form: as a TensorDict where that is one.
+
+    Args:
+        given: the batch.
+        data: the data of a micro-batch, and further entries for all rows.
+        count: the number of the micro-batch's rows.
+    """
+    # Where there is a TensorDict, its package is loaded.
+    package: Any = sys.modules.get("tensordict")
+    if package is None or not package.is_tensor_collection(given):
+        return data
+    size = [count] if given.batch_dims else []
+
+    def entry(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value
+        if type(value) is dict:
+            return package.TensorDict({key: entry("", part) for key, part in value.items()}, batch_size=size)
+        if name in keys and type(given.get(name)).__name__ == "NonTensorStack":
+            return package.NonTensorStack(*value)
+        return package.NonTensorData(value, batch_size=size)
+
+    keys = set(given.keys())
+    return package.TensorDict({name: entry(name, value) for name, value in data.items()}, batch_size=size)
+
+
 def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     """Return a micro-batch's inputs for a model of transformers: ids, mask and positions, padded.
 

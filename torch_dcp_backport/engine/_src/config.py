@@ -95,7 +95,8 @@ class ModelConfig(Settings):
                 # OmegaConf's lists, which peft takes for something else.
                 object.__setattr__(self, name, list(value))
         idle = [f"lora.{key}={value!r}" for key, value in self.lora.items() if key in verl.LORA and value]
-        if idle:
+        # verl 0.9's files list all of them, with a rank of 0.
+        if idle and "rank" not in self.lora:
             note(self, f"no effect here: {', '.join(idle)}; they are Megatron's")
 
     @property
@@ -401,6 +402,8 @@ def settings(kind: type[Kind], given: Any) -> Kind:
         for name, local in (("path", "local_path"), ("hf_config_path", "local_hf_config_path")):
             if name in entries and getattr(given, local, None):
                 values[name] = getattr(given, local)
+    if kind is EngineConfig:
+        values.update(verl.renamed(given, values))
     # Of most settings None stands for the default, of some it is a value.
     is_value = {name: "Optional" in str(entry.type) for name, entry in entries.items()}
     made = kind(**{name: value for name, value in values.items() if value is not None or is_value[name]})

@@ -1,4 +1,4 @@
-"""The engine: mesh, model, batches, step, moves and export under the names of verl 0.7.
+"""The engine: mesh, model, batches, step, moves and export under the names of verl 0.7 to 0.9.
 
 Composes the functions of the other modules; each of these serves a trainer's own loop as well.
 """
@@ -18,6 +18,7 @@ from torch_dcp_backport.engine._src import (
     attention,
     batches,
     build,
+    deltas,
     determinism,
     heads,
     lora,
@@ -54,6 +55,10 @@ class FSDPEngine(BaseEngine):
 
     #: Makes the model, within `build.parameters_on_meta`.
     make_model = staticmethod(build.language_model)
+    #: Whether the values that `prime_delta_snapshots` keeps are in pinned memory, where the device is none.
+    delta_pin_snapshots = True
+    #: verl's name of the models that it is for; "" where it is for any.
+    model_type = ""
     #: Whether losses are of log-probabilities, which the first token of a row does not have.
     predicts = False
     #: Parameters that the files need not have.
@@ -88,6 +93,7 @@ class FSDPEngine(BaseEngine):
         with Call("cannot make the engine", "settings", groups_of()) as call:
             with call.guard():
                 self.model_config = settings(ModelConfig, model_config)
+                verl.check_model_type(verl.within(model_config, "model_type"), self.model_type)
                 self.engine_config = settings(EngineConfig, engine_config)
             call.settle(kind=ValueError)
         #: A tokenizer or processor, where verl's object has it: its files go into every checkpoint.
@@ -235,8 +241,8 @@ class FSDPEngine(BaseEngine):
         Args:
             data: rows of this rank, padded or jagged, with `input_ids`, `loss_mask` and what the loss reads.
             loss_function: called with `model_output=`, `data=` (of a micro-batch, with `batch_num_tokens` of
-                all ranks and `dp_size`) and `dp_group=`; returns the loss, whose mean over ranks is trained,
-                and metrics. None computes no loss.
+                all ranks and `dp_size`; a TensorDict where the batch is one, else a dict) and `dp_group=`;
+                returns the loss, whose mean over ranks is trained, and metrics. None computes no loss.
             forward_only: whether there is no backward pass.
 
         Returns:
@@ -267,7 +273,7 @@ class FSDPEngine(BaseEngine):
             if not forward_only and self.engine_config.gradient_sync == "last":
                 self.module.set_requires_gradient_sync(number == len(plan.parts))
             try:
-                loss, output = self.forward_step(micro, common, loss_function, plan.is_packed)
+                loss, output = self.forward_step(micro, common, loss_function, plan.is_packed, like=data)
                 if not forward_only:
                     # In one process there is no such row, and its tokens reach no expert.
                     is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
@@ -319,6 +325,8 @@ class FSDPEngine(BaseEngine):
         common: Mapping[str, Any],
         loss_function: Optional[Callable[..., Any]],
         is_packed: bool = False,
+        *,
+        like: Any = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return loss, and outputs with metrics, of a micro-batch. Collective.
 
@@ -327,6 +335,7 @@ class FSDPEngine(BaseEngine):
             common: further entries of its data, the same in each micro-batch.
             loss_function: as of `forward_backward_batch`.
             is_packed: whether the rows run in one sequence.
+            like: the batch: the loss gets its data in the batch's form.
         """
         device = compat.current_device(self.device)
         data = {**batches.on_device(micro.data, device), **common}
@@ -351,7 +360,8 @@ class FSDPEngine(BaseEngine):
         loss, metrics = logits.new_zeros(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
-            loss, metrics = loss_function(model_output=outputs, data=data, dp_group=group)
+            asked = batches.like_batch(like, data, len(micro.rows))
+            loss, metrics = loss_function(model_output=outputs, data=asked, dp_group=group)
             if not loss.requires_grad:
                 loss = loss + nothing
         return loss, {"model_output": outputs, "metrics": metrics}
@@ -480,12 +490,102 @@ class FSDPEngine(BaseEngine):
         tensors = build.tensors_of(self.module)
         device = compat.current_device(self.device)
         is_alone = adapter is not None and base_sync_done and not self.model_config.is_merged
-        cast = dtype_of(dtype) if dtype != "as verl" else None if is_alone else torch.bfloat16
+        cast = self.dtype_for_rollout(dtype, None if is_alone else torch.bfloat16)
         if adapter is not None and self.model_config.is_merged:
             return lora.merged(self.module, to=to, dtype=cast, device=device), None
         if adapter is not None:
             tensors = lora.adapters(tensors) if is_alone else lora.rollout_names(self.module, tensors)
         return whole_tensors(tensors, to=to, dtype=cast, device=device), adapter
+
+    def get_per_tensor_param_shard(
+        self, *, dtype: Union[torch.dtype, str, None] = "as verl", **unknown: Any
+    ) -> tuple[Iterator[deltas.Shard], None]:
+        """Return this rank's parts of what `get_per_tensor_param` gives, and None. Not collective.
+
+        Args:
+            dtype: as of `get_per_tensor_param`.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+
+        Returns:
+            An iterator over (name, flat part, `ShardSpec`: full shape, mesh and placements), and None.
+
+        Raises:
+            ValueError: a model with adapters.
+        """
+        verl.say_unknown("get_per_tensor_param_shard", unknown)
+        return self.shards(build.tensors_of(self.module), self.dtype_for_rollout(dtype)), None
+
+    def prime_delta_snapshots(self, *, dtype: Union[torch.dtype, str, None] = "as verl") -> None:
+        """Keep this rank's parts on the host, to compare the next export of changes with. Not collective.
+
+        Call it once a rollout has all of `get_per_tensor_param`, before the next step.
+
+        Args:
+            dtype: as of `get_per_tensor_param`; exports of changes have it, too.
+
+        Raises:
+            ValueError: a model with adapters.
+        """
+        cast = self.dtype_for_rollout(dtype)
+        self.last_export.prime(self.shards(build.tensors_of(self.module), cast))
+        self.last_export.dtype = cast
+
+    def get_per_tensor_param_delta_shard(self, **unknown: Any) -> tuple[Iterator[deltas.Change], None]:
+        """Return the elements that have changed since the last export, and None. Collective as it is read.
+
+        What is read to its end is what the next export is compared with. verl's `delta_sharded` gathers the
+        elements of each tensor in its group, and sends them to a rollout.
+
+        Args:
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+
+        Returns:
+            An iterator over (name and shape as a list of one, dtype, number of elements, positions in the
+            flat tensor, values, group), in the same order on every rank, and None.
+
+        Raises:
+            ValueError: a model with adapters.
+            RuntimeError: as it is read, on every rank: `prime_delta_snapshots` was not called, or the export
+                before this was not read to its end.
+        """
+        verl.say_unknown("get_per_tensor_param_delta_shard", unknown)
+        tensors = build.tensors_of(self.module)
+        return self.last_export.changes(tensors, self.shards(tensors, self.last_export.dtype)), None
+
+    @functools.cached_property
+    def last_export(self) -> deltas.Deltas:
+        """The values that were exported last."""
+        return deltas.Deltas(is_pinned=self.delta_pin_snapshots and self.device != "cpu")
+
+    def shards(
+        self, tensors: Mapping[str, torch.Tensor], dtype: Optional[torch.dtype]
+    ) -> Iterator[deltas.Shard]:
+        """Return this rank's parts of tensors.
+
+        Args:
+            tensors: name -> tensor.
+            dtype: the dtype of floating tensors; None is their own.
+
+        Raises:
+            ValueError: a model with adapters.
+        """
+        if self.model_config.has_adapters:
+            raise ValueError(
+                "parts and changes of a model with adapters are not offered: a rollout gets adapters by "
+                "get_per_tensor_param(base_sync_done=True), which gives nothing else"
+            )
+        return deltas.shards(tensors, dtype, compat.current_device(self.device))
+
+    def dtype_for_rollout(
+        self, dtype: Union[torch.dtype, str, None], default: Optional[torch.dtype] = torch.bfloat16
+    ) -> Optional[torch.dtype]:
+        """Return the dtype that floating tensors are cast to; None is their own.
+
+        Args:
+            dtype: a dtype, its name, None, or "as verl".
+            default: the dtype "as verl".
+        """
+        return default if dtype == "as verl" else dtype_of(dtype)
 
     def save_adapter(self, folder: Any) -> None:
         """Write the adapters alone, as peft opens them. Collective.
@@ -551,6 +651,7 @@ class FSDPEngineWithLMHead(FSDPEngine):
         ...     trained.train_batch({"input_ids": ids, "loss_mask": torch.ones_like(ids)}, engine.sft_loss)
     """
 
+    model_type = "language_model"
     predicts = True
 
     def prepare_model_outputs(
@@ -591,6 +692,7 @@ class FSDPEngineWithValueHead(FSDPEngine):
     It is used as `FSDPEngineWithLMHead` is.
     """
 
+    model_type = "value_model"
     make_model = staticmethod(build.value_model)
     #: No file of a language model has it.
     fresh: Mapping[str, build.Draw] = {"*score.weight": build.as_linear, "*score.bias": build.zeros}

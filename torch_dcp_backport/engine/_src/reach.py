@@ -111,12 +111,7 @@ def reduce_alike(module: nn.Module) -> None:
     Raises:
         RuntimeError: this torch's FSDP2 lacks what that needs; on every rank.
     """
-    missing = compat.missing_in_fsdp2(module)
-    if missing:
-        raise RuntimeError(
-            f"cannot build the model: FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, by "
-            "which ranks reduce the gradients of the same parameters; torch 2.4 to 2.15 have it"
-        )
+    compat.check_fsdp2(module, "engine")
     reduction = compat.replace_reduction(module, functools.partial(Reduction, module))
     if reduction is not None:
         # Before FSDP2's own hook, which looks for outputs that require gradients.

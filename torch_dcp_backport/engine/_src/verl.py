@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.engine._src.checks import say
+from torch_dcp_backport.engine._src.checks import flag, say
 
 SERVED = "serves it"
 #: verl's object does it before the engine sees it; in a mapping nothing does.
@@ -40,12 +40,13 @@ class Known(NamedTuple):
     def asked(self, name: str, value: Any) -> dict[str, Any]:
         """Return the settings that ask for something, by name."""
         if self.inner:
-            found = {f"{name}.{part}": _within(value, part) for part in self.inner}
+            found = {f"{name}.{part}": within(value, part) for part in self.inner}
             return {part: asked for part, asked in found.items() if asked and asked not in (self.idle or ())}
         return {} if self.idle is None or value in self.idle else {name: value}
 
 
-def _within(value: Any, name: str) -> Any:
+def within(value: Any, name: str) -> Any:
+    """Return a setting of a mapping or an object; None where it has none."""
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
@@ -59,6 +60,7 @@ MODEL = {
         SERVED, 'also within "model_config"; without `attn_implementation` transformers chooses'
     ),
     "trust_remote_code": Known(SERVED),
+    "model_type": Known(SERVED, "by the class of the engine; that of another class is refused", idle=None),
     "enable_gradient_checkpointing": Known(SERVED, "not reentrant"),
     "enable_activation_offload": Known(SERVED, "on [accelerators](#memory-of-the-backward-pass)"),
     "lora_rank": Known(SERVED),
@@ -124,11 +126,18 @@ ENGINE = {
     "use_orig_params": Known(NO_VALUE, "FSDP1 has it", idle=None),
     "use_torch_compile": Known(NO_VALUE, "speed; the entropy is not compiled", idle=None),
     "entropy_from_logits_with_chunking": Known(NO_VALUE, "memory; the entropy is always computed in chunks"),
+    "entropy_from_logits_chunk_size": Known(NO_VALUE, "memory; chunks have 64 MiB", idle=None),
+    "use_no_sync_for_gradient_accumulation": Known(
+        SERVED, 'True is `gradient_sync="last"`, False "each"', idle=None
+    ),
     "entropy_checkpointing": Known(
         NO_VALUE, "memory; large chunks are always computed again in the backward pass"
     ),
     "use_remove_padding": Known(SERVED, "as of `HFModelConfig`; False in one of the two is False"),
     "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
+    "pad_to_length": Known(NO_VALUE, "speed; nothing is compiled for a length"),
+    "pad_to_length_bucket": Known(NO_VALUE, "as `pad_to_length`", idle=None),
+    "turbo_config": Known(NO_VALUE, "of the strategy fsdp_turbo, which is refused", idle=None),
     "strategy": Known(REFUSED, "except fsdp and fsdp2; both are FSDP2", idle=(None, "fsdp", "fsdp2")),
     "router_replay": Known(REFUSED, "if `mode` is not disabled", idle=("disabled",), inner=("mode",)),
     "qat": Known(REFUSED, "if `enable` is set", inner=("enable",)),
@@ -162,6 +171,8 @@ CHECKPOINT = {
     "load_contents": Known(SERVED, "by the checkpoint manager"),
     "async_save": Known(SERVED, "by the checkpoint manager"),
     "mbridge_config": Known(NO_VALUE, "Megatron has it", idle=None),
+    "strict": Known(NO_VALUE, "an export here is complete, or an error", idle=(None, True)),
+    "save_lora_only": Known(REFUSED, "for a model with adapters; `save_adapter` has them alone"),
 }
 
 #: The keys of `lora` for Megatron's adapters, beside `merge` and `rank`.
@@ -178,6 +189,54 @@ CLASSES = {
     "FSDPOptimizerConfig": OPTIMIZER,
     "CheckpointConfig": CHECKPOINT,
 }
+
+
+#: Setting of verl's -> our setting, and its value there by verl's.
+RENAMED: dict[str, tuple[str, Mapping[bool, Any]]] = {
+    "use_no_sync_for_gradient_accumulation": ("gradient_sync", {True: "last", False: "each"}),
+}
+#: The types of models that an engine of ours is registered for.
+TYPES = ("language_model", "value_model")
+
+
+def check_model_type(asked: Any, own: str) -> None:
+    """Refuse a type of model that another class of ours is for.
+
+    verl's worker sets it to the type that it looks the class up by, and its default asks for nothing.
+
+    Args:
+        asked: `model_type` of verl's object or of a mapping; None where it has none.
+        own: the type that the class is registered for; "" where it is of any.
+
+    Raises:
+        ValueError: the type of another class.
+    """
+    if own and asked in TYPES and asked not in (own, TYPES[0]):
+        raise ValueError(
+            f"model_type is not offered: got {asked!r}, and this engine is for a {own}; a subclass "
+            "for another has a `model_type` of its own"
+        )
+
+
+def renamed(given: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings that verl has under another name.
+
+    Args:
+        given: verl's settings, as an object or a mapping.
+        ours: the settings there that have our names.
+
+    Raises:
+        ValueError: no flag, or another value under our name.
+    """
+    found = {}
+    for name, (own, values) in RENAMED.items():
+        asked = within(given, name)
+        if asked is None:
+            continue
+        found[own] = values[flag(name, asked)]
+        if ours.get(own) not in (None, found[own]):
+            raise ValueError(f"{name}={asked!r} is {own}={found[own]!r}, and {own}={ours[own]!r}")
+    return found
 
 
 def check_object(given: Any, known: Mapping[str, Known]) -> list[str]:
