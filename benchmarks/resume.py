@@ -325,10 +325,12 @@ def draw(runs: dict[str, tuple[list[Start], Start]], path: str) -> None:
             losses.annotate(
                 str(world), (step, top * (1.09 + 0.04 * (place % 2))), ha="center", fontsize=8, color=blue
             )
+        digit = {"marker": "$4$", "markeredgewidth": 0.2, "linestyle": "none"}
+        losses.plot([], [], color=blue, label="ranks from here on", **digit)
         losses.set(title=name, ylim=(None, top * 1.2))
         losses.legend(loc="center right", frameon=False)
         losses.grid(alpha=0.25)
-        apart.set(xlabel="step; above: number of ranks from that step on")
+        apart.set(xlabel="step")
         apart.grid(alpha=0.25)
     axes[0][0].set_ylabel("loss, nats a letter")
     axes[1][0].set(ylabel="difference", ylim=(0, None))

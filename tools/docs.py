@@ -42,6 +42,7 @@ PUBLIC: dict[str, tuple[str, ...] | None] = {
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 NAV: list[Any] = [
     {"Home": "README.md"},
+    {"By stack": "docs/stacks.md"},
     {
         "Fix an out-of-memory": [
             "docs/install.md",

@@ -100,9 +100,7 @@ def test_the_readme_is_short_and_begins_with_the_symptom() -> None:
     assert len(lines) <= 100
     assert "OutOfMemoryError" in lines[2]
     headings = [line for line in lines if line.startswith("## ")]
-    assert headings == [
-        f"## {name}" for name in ("Install", "Proof", "Limits", "Libraries beside the backport")
-    ]
+    assert headings == [f"## {name}" for name in ("Which function do I call?", "Install", "Proof", "Limits")]
 
 
 def test_files_and_functions_that_internals_name_are_there() -> None:

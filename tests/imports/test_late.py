@@ -241,7 +241,7 @@ def test_the_search_runs_no_code_of_what_it_looks_at(fresh: Fresh) -> None:
             return type.__getattribute__(Deep, "load") is b.set_model_state_dict
         status, ours = torch_dcp_backport.status(), same()
         torch_dcp_backport.deactivate()
-        late = [name for name in status.late_bindings if name.endswith(".load")]
+        late = [name for name in status.late_bindings if name.startswith("__main__.")]
         tell(outcome=status.outcome, ours=ours, late=late, back=same())
         """
     )
@@ -307,3 +307,49 @@ tell(late=status.late_bindings, listed=status.out_of_reach, found=found, saved=s
     assert own(facts["late"]) == ["__main__.Saver.offload"]
     assert facts["listed"] == []
     assert [category for category, *_ in facts["found"]] == ["LateImportWarning"]
+
+
+@pytest.mark.skipif(not AFFECTED, reason="nothing is replaced")
+def test_torchs_own_set_state_dict_loads_optimizers_before_it_looks_at_the_model(fresh: Fresh) -> None:
+    """docs/troubleshooting.md, "What a late import repairs"."""
+    facts: Any = fresh(
+        """
+import torch, torch.distributed as dist, torch.distributed.checkpoint.state_dict as b
+kept = [b.set_state_dict]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+warnings.simplefilter("ignore")
+import torch_dcp_backport
+def made():
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters())
+model, optimizer = made()
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+whole = b.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+weights, states = b.get_state_dict(model, optimizer)
+del weights["bias"]
+def tried(load):
+    model, optimizer = made()
+    try:
+        load(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=whole)
+        return "loaded"
+    except RuntimeError as error:
+        return [str(error).count("bias"), any(bool(of["exp_avg"].any()) for of in optimizer.state.values())]
+tell(kept=tried(kept[0]), ours=tried(b.set_state_dict))
+"""
+    ).facts
+    assert facts == {"kept": [1, True], "ours": [1, False]}
+
+
+def test_a_method_of_torchs_classes_is_replaced_for_objects_that_are_there(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        """
+from torch.distributed.checkpoint import DefaultLoadPlanner
+class Mine(DefaultLoadPlanner):
+    pass
+mine, kept = Mine(), [DefaultLoadPlanner.set_up_planner]
+found = caught(lambda: __import__("torch_dcp_backport"))
+tell(is_torchs=[Mine.set_up_planner is kept[0], mine.set_up_planner.__func__ is kept[0]], found=found)
+"""
+    ).facts
+    assert facts == {"is_torchs": [not AFFECTED] * 2, "found": []}

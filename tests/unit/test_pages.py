@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +96,43 @@ def test_a_public_name_is_the_same_thing_in_every_library() -> None:
         for name in door.__all__:
             meant.setdefault(name, {}).setdefault(id(getattr(door, name)), []).append(library)
     assert {name: list(things.values()) for name, things in meant.items() if len(things) > 1} == {}
+
+
+#: In a row of README's "Which function do I call?": a name of a library, and an option of a function.
+NAME = re.compile(rf"`((?:{'|'.join(torch_dcp_backport._ROOMS)})(?:\.\w+)+)`")
+OPTION = re.compile(r"`(\w+)=[^`]*`")
+
+
+def meant(dotted: str) -> Any:
+    """What `library.name` is below the package."""
+    module, _, name = f"torch_dcp_backport.{dotted}".rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def options_of(name: str) -> set[str]:
+    """The options of a function or class; of the state dict functions those of `StateDictOptions`, too."""
+    of = [name, "state_dict.StateDictOptions"] if name.startswith("state_dict.") else [name]
+    return {option for each in of for option in inspect.signature(meant(each)).parameters}
+
+
+def test_readme_leads_from_what_a_user_has_to_functions_that_are_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    table = text.split("## Which function do I call?\n")[1].split("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines() if row.startswith("|")][2:]
+    assert len(rows) >= 10
+    shown: set[str] = set()
+    for has, call, page in rows:
+        names = NAME.findall(call)
+        shown |= {name.split(".")[0] for name in names}
+        assert names or "the same" in call or "`import torch_dcp_backport`" in call, has
+        for name in names:
+            assert meant(name) is not None, name
+        for option in OPTION.findall(call):
+            assert any(option in options_of(name) for name in names), option
+        assert LINK.search(page), has
+    assert shown == set(torch_dcp_backport._ROOMS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_at_most_one_picture(page: Path) -> None:
+    assert len(re.findall(r"!\[", prose(page))) <= 1
