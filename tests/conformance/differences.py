@@ -196,6 +196,11 @@ DIFFERENCES: tuple[Difference, ...] = (
         core_of=("2.4", "2.5", "2.6"),
     ),
     Difference(
+        "Rprop's own step takes no DTensors (torch 2.15's does)",
+        ("get optimizer/get fsdp2 * rprop", "set optimizer/load* fsdp2 * rprop"),
+        core_of=("2.4", "2.5", "2.6"),
+    ),
+    Difference(
         "an uneven shard of TP lies in memory with another stride",
         ("meshes/uneven_tp *",),
         core_of=("2.4", "2.5", "2.6"),
