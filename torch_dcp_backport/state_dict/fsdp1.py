@@ -35,11 +35,10 @@ def state_dict_type(model: nn.Module, info: options.StateDictInfo) -> Iterator[N
     offload = info.cpu_offload
     if info.full_state_dict:
         kind = StateDictType.FULL_STATE_DICT
-        # What is whole on the CPU already, FSDP1 before torch 2.15 does not copy when asked to bring it there,
-        # and frees it: the process dies as it is read.
-        is_there = all(
-            module.compute_device.type == "cpu" for module in FullyShardedDataParallel.fsdp_modules(model)
-        )
+        # What is whole on the CPU already, FSDP1 before torch 2.15 does not copy when asked to bring it
+        # there, and frees it: the process dies as it is read.
+        modules = FullyShardedDataParallel.fsdp_modules(model)
+        is_there = {module.compute_device.type for module in modules if module.compute_device} == {"cpu"}
         config: Any = FullStateDictConfig(offload_to_cpu=offload and not is_there, rank0_only=offload)
         optim_config: Any = FullOptimStateDictConfig(
             offload_to_cpu=offload, rank0_only=offload or info.broadcast_from_rank0
