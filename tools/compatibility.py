@@ -9,6 +9,7 @@ which is committed, and writes the table from there. Needs Python >= 3.9, nothin
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -91,6 +92,7 @@ def written(text: str, record: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     record = taken(recorded(), lanes.RAN_FOLDER)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(written(PAGE.read_text(), record))

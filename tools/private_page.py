@@ -20,11 +20,11 @@ TABLE = SimpleNamespace(**runpy.run_path(str(ROOT / "torch_dcp_backport" / "priv
 HEAD = """# Private members of torch
 
 `make private-page` writes this page from `torch_dcp_backport/private_members.py`. It lists all that the
-rooms use of torch and that torch does not call public. `tests/unit/test_private_members.py` reads the syntax
-trees of the rooms. It fails where a room uses a private name that is not listed, and where a listed name is
-no longer used.
+[libraries](README.md) use of torch and that torch does not call public. `tests/unit/test_private_members.py`
+reads their syntax trees. It fails where a library uses a private name that is not listed, and where a listed
+name is no longer used.
 
-A room asks for its members when it is imported. The engine asks FSDP2's objects for theirs when it builds a
+A library asks for its members when it is imported. The engine asks FSDP2's objects for theirs when it builds a
 model. If a release lacks some, one `ImportError` names them and the release, before anything is trained or
 saved. Members with a * are not asked for: the code looks whether they are there, or only an object has them.
 
@@ -38,14 +38,14 @@ def page() -> str:
     rows = [
         (
             f"`{member.name}`" + " *" * member.is_not_asked,
-            member.rooms.replace(" ", ", ") if member.rooms != TABLE.EVERYWHERE else member.rooms,
+            member.rooms.replace(" ", ", ") if member.rooms != TABLE.EVERYWHERE else "all",
             member.use,
             member.until,
             member.public,
         )
         for member in TABLE.MEMBERS
     ]
-    head = ("member", "rooms", "for", "up to", "the public way, and the first release of our lanes with it")
+    head = ("member", "library", "for", "used up to torch", "the public way, and the first release of our lanes with it")
     lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *rows)]
     return "".join((HEAD, lines[0], "|" + "---|" * len(head) + "\n", *lines[1:]))
 

@@ -66,8 +66,9 @@ others say why their promise is not this package's.
 - **in**: PyTorch {release}, its main branch (the newest copy of each file that was at hand in 2026), or both.
 - **here**: scenarios by their names in `tests/conformance/recorded/`, `*` for any end; tests with a link.
 - **stock**: the scenarios that torch {base} alone answers as native torch does.
-- **ours**: those that this package answers so on torch {base}. The others are different on purpose, or
-  decided by torch's core ([reasons](conformance.md#different-from-native-torch-on-purpose)).
+- **ours**: the scenarios in which this package on torch {base} does what native torch does. Fewer than stock
+  torch's are no loss: most of the others are errors on every rank where torch loads in silence. Each has its
+  [reason](conformance.md#different-from-native-torch-on-purpose); the rest torch's core decides.
 - **native**: those that raise no error on torch {native}; in some an error is what is promised.
 """
 

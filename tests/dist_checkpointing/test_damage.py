@@ -244,6 +244,12 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
     assert not room.check_is_distributed_checkpoint(tmp_path)
 
 
+def test_the_folder_of_a_managers_step_says_where_its_checkpoint_is(tmp_path: Path) -> None:
+    (tmp_path / "dist_ckpt").mkdir()
+    with pytest.raises(CheckpointingException, match=f"that of the step is in {tmp_path}/dist_ckpt"):
+        room.load({}, tmp_path)
+
+
 def sets_an_attribute(module: str, name: str, made: bytes = b"") -> bytes:
     """A pickle that sets an attribute of what a name stands for, or of what `made` makes of it."""
     named = b"c" + module.encode() + b"\n" + name.encode() + b"\n" + made

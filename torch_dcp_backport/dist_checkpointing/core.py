@@ -90,8 +90,10 @@ def no_folder(folder: Folder) -> str:
 
 def no_checkpoint(folder: Folder) -> str:
     """Return the text of an error, with Megatron's words in it."""
+    sharded = os.path.join(folder, SHARDED)
+    hint = f"; that of the step is in {sharded}" if os.path.isdir(sharded) else ""
     return (
-        f"{folder} holds no distributed checkpoint: it has no {CONFIG_FNAME} "
+        f"{folder} holds no distributed checkpoint: it has no {CONFIG_FNAME}{hint} "
         f"({folder} is not a distributed checkpoint)"
     )
 
