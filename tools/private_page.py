@@ -24,8 +24,8 @@ HEAD = """# Private members of torch
 reads their syntax trees. It fails where a library uses a private name that is not listed, and where a listed
 name is no longer used.
 
-A library asks for its members when it is imported. The engine asks FSDP2's objects for theirs when it builds a
-model. If a release lacks some, one `ImportError` names them and the release, before anything is trained or
+A library asks for its members when it is imported. The engine asks FSDP2's objects for theirs when it builds
+a model. If a release lacks some, one `ImportError` names them and the release, before anything is trained or
 saved. Members with a * are not asked for: the code looks whether they are there, or only an object has them.
 
 The functions that the backport replaces on torch 2.4 to 2.6 are in
@@ -45,7 +45,13 @@ def page() -> str:
         )
         for member in TABLE.MEMBERS
     ]
-    head = ("member", "library", "for", "used up to torch", "the public way, and the first release of our lanes with it")
+    head = (
+        "member",
+        "library",
+        "for",
+        "used up to torch",
+        "the public way, and the first release of our lanes with it",
+    )
     lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *rows)]
     return "".join((HEAD, lines[0], "|" + "---|" * len(head) + "\n", *lines[1:]))
 
