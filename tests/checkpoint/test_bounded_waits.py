@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import signal
@@ -74,7 +75,9 @@ HANGS = {"process": stopped_process, "disk": hanging_disk}
 
 def hangs(api: Any, root: Path, how: str, by: str) -> str:
     rank, last = (dist.get_rank(), dist.get_world_size() - 1) if dist.is_initialized() else (0, 0)
-    trainer = Trainer(root, config={"async_save": True}, save_timeout=SHORT)
+    # Larger than what one rank writes for all.
+    model = torch.nn.Sequential(torch.nn.Linear(600, 500), torch.nn.Linear(500, 4))
+    trainer = Trainer(root, model, config={"async_save": True}, save_timeout=SHORT)
     trainer.train(1)
     trainer.handler.save_checkpoint(1)
     trainer.handler.finish()
@@ -98,7 +101,7 @@ def hangs(api: Any, root: Path, how: str, by: str) -> str:
     expected = trainer.state()
     if dist.is_initialized():
         dist.barrier()
-    fresh = Trainer(root)
+    fresh = Trainer(root, copy.deepcopy(model))
     assert fresh.handler.load_checkpoint() == 4
     assert same(fresh.state(), expected)
     return str(caught.value)
