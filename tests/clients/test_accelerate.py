@@ -95,9 +95,11 @@ def kept_by_our_manager(api: Any, order: str, folder: str) -> dict[str, Any]:
 @pytest.mark.skipif(
     Version(torch.__version__).release < (2, 6), reason="accelerate's FSDP2 needs torch 2.6, and says so"
 )
-def test_our_manager_keeps_what_accelerate_has_prepared(in_every_order: Any, tmp_path: Path) -> None:
-    for results in in_every_order(kept_by_our_manager, str(tmp_path)).values():
-        for found in results:
+def test_our_manager_keeps_what_accelerate_has_prepared(orders: Any, tmp_path: Path) -> None:
+    for order, pool in orders.get().items():
+        if order == "no shim" and Version(torch.__version__).release < (2, 7):
+            continue  # the manager's import would patch torch, for the tests that follow as well
+        for found in pool.run(kept_by_our_manager, order, str(tmp_path)):
             assert len(found["saved"]) > 20
             assert found["loaded"] == found["saved"]
 
