@@ -46,10 +46,12 @@ from torch_dcp_backport.transfer._src.errors import (
     SHOWN as SHOWN,
     UNCHANGED as UNCHANGED,
     as_transfer_error as as_transfer_error,
+    out_of_order as out_of_order,
     spell as spell,
     spell_broken_off as spell_broken_off,
 )
 from torch_dcp_backport.transfer._src.exchange import Route as Route
+from torch_dcp_backport.transfer._src.gather import describe as describe
 from torch_dcp_backport.transfer._src.groups import (
     Group as Group,
     backend_of as backend_of,

@@ -14,11 +14,35 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import Box, Call, Group, Layout, Terms, groups_of, layout_of, members
+from torch_dcp_backport.engine._src.export import cast_dtype
+from torch_dcp_backport.hf import unchecked
+from torch_dcp_backport.transfer import (
+    Agreement,
+    Box,
+    Call,
+    Group,
+    Layout,
+    Problem,
+    Terms,
+    Want,
+    describe,
+    groups_of,
+    members,
+    misfit,
+    out_of_order,
+    raise_together,
+)
 
 TITLE = "cannot export what has changed"
+NEVER = "prime_delta_snapshots() was not called"
+HALF = "the last prime_delta_snapshots() did not come to its end: call it again on every rank"
+REFUSED = "the last export was refused: send the whole, and prime_delta_snapshots() on every rank"
+NOT_READ = "the last export was not read to its end: send the whole, and prime_delta_snapshots()"
+CHANGED = "not as it was primed (prime_delta_snapshots() has to be called again)"
+#: What ranks agree on besides the tensors. Of ranks that primed at other times, one lost changes.
+PRIMES = "calls of prime_delta_snapshots() since the last export"
 #: Bytes of an element -> the integer that its bytes are compared as: two NaNs may be equal.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +100,8 @@ def shards(
 ) -> Iterator[Shard]:
     """Yield this rank's part of each tensor, in the order of the names. Not collective.
 
+    Where nothing is cast, moved or made dense, the part is the tensor's own memory.
+
     Args:
         tensors: DTensors, or tensors that every rank holds.
         dtype: the dtype of floating tensors; None is their own.
@@ -84,10 +110,11 @@ def shards(
     for name, tensor in tensors.items():
         local, spec = tensor.detach(), ShardSpec(tuple(tensor.shape))
         if isinstance(tensor, compat.DTensor):
-            local = compat.local_part(tensor)
+            local = compat.arrived(compat.local_part(tensor))
             spec = ShardSpec(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
-        local = local.to(device, dtype if local.is_floating_point() else None)
-        yield Shard(name, local.reshape(-1), spec)
+        # Bytes are compared: a conjugate or negative that torch has not computed yet has others' bytes.
+        local = local.to(device, cast_dtype(local.dtype, dtype)).resolve_conj().resolve_neg()
+        yield Shard(name, local.reshape(-1).contiguous(), spec)
 
 
 class Deltas:
@@ -103,37 +130,58 @@ class Deltas:
         #: Of floating tensors; None is their own.
         self.dtype: Optional[torch.dtype] = None
         self.last: dict[str, torch.Tensor] = {}
+        #: Name -> shape, dtype and layout; another object after each `prime`.
+        self.primed: dict[str, str] = {}
+        #: Completed calls of `prime` since the last agreement.
+        self.primes = 0
         #: Why there is nothing to compare with.
-        self.missing = "prime_delta_snapshots() was not called"
+        self.missing = NEVER
         self.groups: dict[tuple[int, ...], Any] = {}
 
-    def prime(self, found: Iterator[Shard]) -> None:
-        """Take the values of all shards as those that were exported last. Not collective."""
-        for shard in found:
+    def prime(
+        self, tensors: Mapping[str, torch.Tensor], dtype: Optional[torch.dtype], device: torch.device
+    ) -> None:
+        """Take the values of all shards as those that were exported last. Not collective.
+
+        Args:
+            tensors: name -> tensor.
+            dtype: the dtype of floating tensors, of later exports, too; None is their own.
+            device: the device of the parts.
+        """
+        # First of all: a prime that breaks leaves values of two moments.
+        self.missing = HALF
+        self.dtype, self.primed = dtype, {}
+        for name in self.last.keys() - tensors.keys():
+            del self.last[name]
+        for shard in shards(tensors, dtype, device):
             last = self.last.get(shard.name)
             if last is None or last.shape != shard.values.shape or last.dtype != shard.values.dtype:
                 last = torch.empty_like(shard.values, device="cpu", pin_memory=self.is_pinned)
                 self.last[shard.name] = last
             last.copy_(shard.values)
+        self.primed = {name: self.text_of(tensor) for name, tensor in tensors.items()}
+        self.primes += 1
         self.missing = ""
 
     @torch.no_grad()
-    def changes(self, tensors: Mapping[str, torch.Tensor], found: Iterator[Shard]) -> Iterator[Change]:
+    def changes(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[Change]:
         """Yield of each tensor what differs from the last export, which this one becomes. Collective.
 
+        Args:
+            tensors: name -> tensor.
+            device: the device of positions and values.
+
         Raises:
-            RuntimeError: nothing to compare with, or ranks with other tensors; on every rank.
+            RuntimeError: nothing to compare with, tensors that are not as they were primed, or ranks that
+                differ; on every rank. Or `prime` was called while this export was read.
         """
-        layouts = {name: layout_of(tensor) for name, tensor in tensors.items()}
-        with Call(TITLE, "delta", groups_of()) as call:
-            with call.guard():
-                if self.missing:
-                    raise RuntimeError(self.missing)
-            shapes = {name: str(layout.shape) for name, layout in layouts.items()}
-            call.agree(terms=Terms(common=shapes))
-        self.missing = "the last export was not read to its end: send the whole, and prime_delta_snapshots()"
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for shard in found:
+        layouts = self.begin(tensors)
+        primed, rank = self.primed, dist.get_rank() if dist.is_initialized() else 0
+        for shard in shards(tensors, self.dtype, device):
+            if self.primed is not primed:
+                raise RuntimeError(
+                    f"{TITLE}: prime_delta_snapshots() was called before its end: {shard.name}"
+                )
             layout = layouts[shard.name]
             last = self.last[shard.name]
             group = self.group_of(shard.spec, layout)
@@ -141,12 +189,43 @@ class Deltas:
             counts = layout.is_first_holder(rank) if layout.mesh is not None else rank == 0
             changed = differing(shard.values, last) if counts else torch.empty(0, dtype=torch.int64)
             positions = within_whole(changed.to(shard.values.device), layout.own_box(rank), layout.shape)
-            values = shard.values[changed.to(shard.values.device)]
+            values = picked(shard.values, changed.to(shard.values.device))
             last.copy_(shard.values)
             number = torch.tensor([len(values)])
             slots = [(shard.name, layout.shape)]
             yield Change(slots, str(values.dtype).partition(".")[2], number, positions, values, group)
-        self.missing = ""
+        if self.primed is primed:
+            self.missing = ""
+
+    def begin(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
+        """Return the layouts, where every rank can export, and all have primed the same. Collective.
+
+        Raises:
+            RuntimeError: as of `changes`; on every rank, and all have to prime again.
+        """
+        missing, primes = self.missing, self.primes
+        # A refusal holds for every rank until it primes again: none goes on from an older moment than others.
+        self.missing, self.primes = REFUSED, 0
+        layouts: dict[str, Layout] = {}
+        now: dict[str, str] = {}
+        with Call(TITLE, "delta", groups_of()) as call:
+            for name, tensor in tensors.items():
+                with call.guard(name):
+                    layouts[name], local = unchecked(tensor)
+                    now[name] = self.text_of(tensor)
+                    problem = misfit(name, local, layouts[name], call.rank)
+                    call.problems += [problem] if problem else []
+            if missing:
+                call.problems.append(Problem(missing))
+            elif not call.problems:
+                call.problems += changed_since(self.primed, now)
+            raise_where_orders_differ(call.agree(terms=Terms(common={**now, PRIMES: str(primes)})))
+        self.missing = NOT_READ
+        return layouts
+
+    def text_of(self, tensor: torch.Tensor) -> str:
+        layout, local = unchecked(tensor)
+        return describe(Want(layout, cast_dtype(local.dtype, self.dtype)))
 
     def group_of(self, spec: ShardSpec, layout: Layout) -> Group:
         """Return the ranks that together hold a tensor, this one among them; None where it holds all."""
@@ -174,14 +253,38 @@ class Deltas:
         return self.groups[ranks]
 
 
+def changed_since(primed: Mapping[str, str], now: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each tensor that is new, gone, or of another shape, dtype or layout."""
+    return [
+        Problem(CHANGED, name, now.get(name, "nothing"), primed.get(name, "nothing"))
+        for name in {**primed, **now}
+        if primed.get(name) != now.get(name)
+    ]
+
+
+def raise_where_orders_differ(agreement: Agreement) -> None:
+    """Raise, on every rank, where ranks agree on all but the order: they would gather other tensors."""
+    first, *others = agreement.tables
+    orders = [(table.ranks, out_of_order(first.common, table.common, first.ranks[0])) for table in others]
+    raise_together(TITLE, [(rank, problem) for ranks, problem in orders for rank in ranks])
+
+
 def differing(values: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the places of elements whose bytes are others than before."""
-    last = last.to(values.device)
-    kind = INTEGERS.get(values.element_size())
-    if kind is not None:
-        return (values.view(kind) != last.view(kind)).nonzero().flatten()
-    halves = [part.view(torch.uint8).view(len(values), -1) for part in (values, last)]
-    return (halves[0] != halves[1]).any(1).nonzero().flatten()
+    differ = integers_of(values) != integers_of(last.to(values.device))
+    return (differ.any(1) if differ.dim() > 1 else differ).nonzero().flatten()
+
+
+def picked(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the elements at some places; of floats of 8 bits, too, which not every torch can pick."""
+    return integers_of(values)[places].view(values.dtype).flatten()
+
+
+def integers_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a flat, dense tensor as one integer for each element; of 16 bytes as two."""
+    size = values.element_size()
+    integers = values.view(INTEGERS[size])
+    return integers.view(len(values), 2) if size == 16 else integers
 
 
 def within_whole(positions: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:

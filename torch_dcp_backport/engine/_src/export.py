@@ -62,7 +62,7 @@ def whole_tensors(
     size, most = 0, bucket_bytes
     for names in names_of(parts, {**tied_names(parts), **same_objects(tensors)}):
         info = parts[names[0]].info
-        nbytes = math.prod(info.shape) * _cast(info.dtype, dtype).itemsize
+        nbytes = math.prod(info.shape) * cast_dtype(info.dtype, dtype).itemsize
         if bucket and size + nbytes > most:
             yield from _gathered(parts, bucket, to, dtype, device, group)
             # The caller's loop holds a tensor until it gets the next: beside a large tensor is room for one.
@@ -95,7 +95,7 @@ def _gathered(
     held: dict[Key, Held] = {}
     for name, *_ in bucket:
         layout, local = parts[name]
-        held[name] = Held(local.to(_cast(local.dtype, dtype)), layout)
+        held[name] = Held(local.to(cast_dtype(local.dtype, dtype)), layout)
 
     def make(name: Key) -> torch.Tensor:
         local, layout = held[name]
@@ -110,5 +110,6 @@ def _gathered(
                 yield name, tensor
 
 
-def _cast(own: torch.dtype, dtype: Optional[torch.dtype]) -> torch.dtype:
+def cast_dtype(own: torch.dtype, dtype: Optional[torch.dtype]) -> torch.dtype:
+    """Return the dtype of an exported tensor: floating ones are cast to `dtype`, where there is one."""
     return dtype if dtype is not None and own.is_floating_point else own

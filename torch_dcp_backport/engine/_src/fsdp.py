@@ -502,6 +502,9 @@ class FSDPEngine(BaseEngine):
     ) -> tuple[Iterator[deltas.Shard], None]:
         """Return this rank's parts of what `get_per_tensor_param` gives, and None. Not collective.
 
+        A part that needs no cast and no move is the model's own memory, as verl's is: the next step changes
+        it. Clone what is to stay.
+
         Args:
             dtype: as of `get_per_tensor_param`.
             unknown: options of other releases of verl, which are named in a warning and have no effect.
@@ -513,12 +516,15 @@ class FSDPEngine(BaseEngine):
             ValueError: a model with adapters.
         """
         verl.say_unknown("get_per_tensor_param_shard", unknown)
-        return self.shards(build.tensors_of(self.module), self.dtype_for_rollout(dtype)), None
+        cast, device = self.dtype_for_rollout(dtype), self.device_of_parts()
+        return deltas.shards(build.tensors_of(self.module), cast, device), None
 
     def prime_delta_snapshots(self, *, dtype: Union[torch.dtype, str, None] = "as verl") -> None:
         """Keep this rank's parts on the host, to compare the next export of changes with. Not collective.
 
-        Call it once a rollout has all of `get_per_tensor_param`, before the next step.
+        Call it on every rank, once a rollout has all of `get_per_tensor_param`, before the next step. Call it
+        again after an error of an export, or where a tensor is new, gone, or of another shape, dtype or
+        placement.
 
         Args:
             dtype: as of `get_per_tensor_param`; exports of changes have it, too.
@@ -526,9 +532,8 @@ class FSDPEngine(BaseEngine):
         Raises:
             ValueError: a model with adapters.
         """
-        cast = self.dtype_for_rollout(dtype)
-        self.last_export.prime(self.shards(build.tensors_of(self.module), cast))
-        self.last_export.dtype = cast
+        cast, device = self.dtype_for_rollout(dtype), self.device_of_parts()
+        self.last_export.prime(build.tensors_of(self.module), cast, device)
 
     def get_per_tensor_param_delta_shard(self, **unknown: Any) -> tuple[Iterator[deltas.Change], None]:
         """Return the elements that have changed since the last export, and None. Collective as it is read.
@@ -545,26 +550,22 @@ class FSDPEngine(BaseEngine):
 
         Raises:
             ValueError: a model with adapters.
-            RuntimeError: as it is read, on every rank: `prime_delta_snapshots` was not called, or the export
-                before this was not read to its end.
+            RuntimeError: as it is read, on every rank: `prime_delta_snapshots` was not called, not to its
+                end, or not as often on every rank; the export before this was refused, or not read to its
+                end; a tensor is not as it was primed; ranks differ in names, their order, shapes, dtypes or
+                placements.
         """
         verl.say_unknown("get_per_tensor_param_delta_shard", unknown)
-        tensors = build.tensors_of(self.module)
-        return self.last_export.changes(tensors, self.shards(tensors, self.last_export.dtype)), None
+        device = self.device_of_parts()
+        return self.last_export.changes(build.tensors_of(self.module), device), None
 
     @functools.cached_property
     def last_export(self) -> deltas.Deltas:
         """The values that were exported last."""
         return deltas.Deltas(is_pinned=self.delta_pin_snapshots and self.device != "cpu")
 
-    def shards(
-        self, tensors: Mapping[str, torch.Tensor], dtype: Optional[torch.dtype]
-    ) -> Iterator[deltas.Shard]:
-        """Return this rank's parts of tensors.
-
-        Args:
-            tensors: name -> tensor.
-            dtype: the dtype of floating tensors; None is their own.
+    def device_of_parts(self) -> torch.device:
+        """Return the device of this rank's parts and changes.
 
         Raises:
             ValueError: a model with adapters.
@@ -574,7 +575,7 @@ class FSDPEngine(BaseEngine):
                 "parts and changes of a model with adapters are not offered: a rollout gets adapters by "
                 "get_per_tensor_param(base_sync_done=True), which gives nothing else"
             )
-        return deltas.shards(tensors, dtype, compat.current_device(self.device))
+        return compat.current_device(self.device)
 
     def dtype_for_rollout(
         self, dtype: Union[torch.dtype, str, None], default: Optional[torch.dtype] = torch.bfloat16

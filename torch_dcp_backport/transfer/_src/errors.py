@@ -116,6 +116,14 @@ def differences(common_by_rank: Mapping[int, Common]) -> list[Finding]:
     return findings
 
 
+def out_of_order(expected: Iterable[Hashable], keys: Iterable[Hashable], first: int) -> Problem:
+    """Return the problem of the same keys in another order than the first rank's: where that begins."""
+    pairs = enumerate(zip(expected, keys), 1)
+    place, (there, here) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+    text = f"{spell_key(there)} in place {place} as rank {first}"
+    return Problem("the same keys in another order", got=spell_key(here), expected=text)
+
+
 def spell(ranks: Sequence[int]) -> str:
     """Return ranks as text: [0, 1, 2, 5] -> "ranks 0-2, 5"."""
     runs: list[list[int]] = []

@@ -25,7 +25,7 @@ from torch_dcp_backport.transfer._src.chunks import (
 )
 from torch_dcp_backport.transfer._src.consensus import common_device
 from torch_dcp_backport.transfer._src.engine import Engine
-from torch_dcp_backport.transfer._src.errors import Problem, spell_doing, spell_key
+from torch_dcp_backport.transfer._src.errors import Problem, out_of_order, spell_doing, spell_key
 from torch_dcp_backport.transfer._src.groups import Group, backend_of, note_device
 from torch_dcp_backport.transfer._src.lanes import Lane, is_collective, lane_of
 from torch_dcp_backport.transfer._src.layout import misfit, whole
@@ -212,11 +212,14 @@ def differences(expected: Mapping[Key, Want], wants: Mapping[Key, Want], first: 
         for key in {**expected, **wants}
         if expected.get(key) != wants.get(key)
     ]
-    order = "the same keys in another order"
-    return problems or [Problem(order, got=str(list(wants)[:3]), expected=str(list(expected)[:3]))]
+    return problems or [out_of_order(expected, wants, first)]
 
 
 def describe(want: Optional[Want]) -> str:
+    """Return shape, dtype and layout as text."""
     if want is None:
         return "nothing"
-    return f"{tuple(want.layout.shape)} {want.dtype} {want.layout.placements}"
+    layout = want.layout
+    # With the mesh: on two meshes all else may be the same.
+    mesh = f" {layout.placements} on mesh {layout.mesh.signature}" if layout.mesh else ""
+    return f"{tuple(layout.shape)} {want.dtype}{mesh}"
