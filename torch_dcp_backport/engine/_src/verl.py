@@ -118,7 +118,7 @@ MODEL = {
             "speculative_num_draft_tokens",
             "method",
             "num_speculative_tokens",
-        ),  # fmt: skip
+        ),
     ),
 }
 
@@ -180,7 +180,7 @@ ENGINE = {
             "ignore_patterns",
             "activation_observer",
             "quantization_config_path",
-        ),  # fmt: skip
+        ),
     ),
 }
 
