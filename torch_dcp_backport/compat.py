@@ -285,7 +285,7 @@ def _accumulates_apart(model: torch.nn.Module) -> bool:
     param = next(iter(getattr(_group_within(model), "fsdp_params", ())), None)
     if param is None:  # nothing to add up: torch 2.13 has a public way to begin anew
         return not hasattr(FSDPModule, "reset_iter_state")
-    # Either of two: where a release has renamed one, `check_fsdp2` misses that, and not what 2.15 has instead.
+    # Either of two: where a release has renamed one, `check_fsdp2` misses that, not what 2.15 has instead.
     names = "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed"
     return any(hasattr(param, name) for name in names)
 

@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.arguments import nearest
-from torch_dcp_backport.engine._src.checks import flag, say
+from torch_dcp_backport.engine._src.checks import check_known, flag, say
 
 SERVED = "serves it"
 #: verl's object does it before the engine sees it; in a mapping nothing does.
@@ -351,10 +350,7 @@ def _check_inner(setting: str, value: Any, known: tuple[str, ...]) -> None:
         names = [name for name, own, default in _entries(value) if own != default]
     else:
         raise ValueError(f"{setting}={value!r}: expected a mapping with {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            hint = nearest(name, known)
-            raise ValueError(f"no setting of {setting}: {name}; there are {', '.join(known)}{hint}")
+    check_known(setting, names, known)
 
 
 def say_unknown(method: str, options: Mapping[str, Any]) -> None:
