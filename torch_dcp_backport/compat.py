@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
@@ -283,10 +282,12 @@ def _accumulates_apart(model: torch.nn.Module) -> bool:
     Up to torch 2.14 the sum is an attribute of FSDP2's own record, in another dtype than a new gradient.
     Since https://github.com/pytorch/pytorch/pull/197203 it is the gradient of the whole parameter.
     """
-    return any(
-        hasattr(param, "accumulate_unsharded_grad_if_needed")
-        for param in itertools.islice(fsdp2_parameters(model), 1)
-    )
+    param = next(iter(getattr(_group_within(model), "fsdp_params", ())), None)
+    if param is None:  # nothing to add up: torch 2.13 has a public way to begin anew
+        return not hasattr(FSDPModule, "reset_iter_state")
+    # Either of two: where a release has renamed one, `check_fsdp2` misses that, not what 2.15 has instead.
+    names = "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed"
+    return any(hasattr(param, name) for name in names)
 
 
 def check_fsdp2(module: torch.nn.Module, room: str) -> None:
@@ -303,7 +304,7 @@ def check_fsdp2(module: torch.nn.Module, room: str) -> None:
     missing = _missing_of(module, [member.name for member in asked if not member.until])
     older = [member.name for member in asked if member.until]
     # Which of the two ways this release has is seen in what was asked for until here.
-    if older and not missing and _group_of(module) is not None:
+    if older and not missing:
         public = [f"FSDPModule.{name}" for name in ("reset_iter_state", "set_reduce_scatter_unused_params")]
         missing = _missing_of(module, older if _accumulates_apart(module) else public)
     if missing:
@@ -321,7 +322,10 @@ def _missing_of(module: torch.nn.Module, names: list[str]) -> list[str]:
 
 
 def _fsdp2_objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield FSDP2's objects of a module with their classes' names, as far as one leads to the next."""
+    """Yield FSDP2's objects of a module with their classes' names, as far as one leads to the next.
+
+    A root has no parameters where the units within it have all of them: they are then those of the first.
+    """
     yield "FSDPModule", module
     state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
     if state is None:
@@ -329,10 +333,18 @@ def _fsdp2_objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield "FSDPState", state
     if hasattr(state, "_state_ctx"):
         yield "FSDPStateContext", state._state_ctx
-    group = getattr(state, "_fsdp_param_group", None)
+    group = _group_within(module)
     if group is not None:
         yield "FSDPParamGroup", group
         yield from (("FSDPParam", param) for param in getattr(group, "fsdp_params", ()))
+
+
+def _group_within(model: torch.nn.Module) -> Any:
+    """Return FSDP2's record of the first unit of a model that has parameters; None where none is found."""
+    units = (unit for unit in model.modules() if isinstance(unit, FSDPModule))
+    states = (getattr(unit, "_get_fsdp_state", lambda: None)() for unit in units)
+    groups = (getattr(state, "_fsdp_param_group", None) for state in states)
+    return next((group for group in groups if group is not None), None)
 
 
 def _group_of(module: torch.nn.Module) -> Any:

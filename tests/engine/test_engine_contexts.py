@@ -246,6 +246,84 @@ def test_each_name_of_fsdp2_is_asked_for_before_training(pools) -> None:
     assert all(count >= 11 for count in pools.run(checked_without_each, world=2))
 
 
+def sharded(*within: torch.nn.Module) -> Any:
+    """A root that FSDP2 shards, and whose parameters are all in units within it."""
+    root, mesh = torch.nn.Sequential(*within), init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*within, root):
+        compat.fsdp2().fully_shard(unit, mesh=mesh)
+    return root
+
+
+def asked_of(module: torch.nn.Module, room: str, call: Any, missing: str = "") -> set[str]:
+    """What FSDP2's objects of a module are asked for by a call, on a torch that lacks one member."""
+    kinds = {type(owner): kind for kind, owner in compat._fsdp2_objects(module)}
+    asked: set[str] = set()
+
+    def has(owner: Any, name: str) -> bool:
+        asked.add(f"{kinds[type(owner)]}.{name}")
+        return f"{kinds[type(owner)]}.{name}" != missing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "has", has)
+        if not missing:
+            call(module)
+        else:
+            with pytest.raises(RuntimeError, match=rf"{room} cannot be used: torch \S+ has no {missing}, on"):
+                call(module)
+    return asked
+
+
+def checked_within_a_root(api: Any) -> bool:
+    root = sharded(torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for room, call in (
+        ("state_dict", compat.offloaded_parameters),
+        ("checkpoint", compat.abandon_pass),
+        ("engine", lambda module: compat.check_fsdp2(module, "engine")),
+    ):
+        names = asked_of(root, room, call)
+        assert names == asked_of(root[1], room, call)
+        assert any(name.startswith("FSDPParam.") for name in names)
+        for missing in sorted(names):
+            asked_of(root, room, call, missing)
+    compat.abandon_pass(sharded(torch.nn.ReLU()))  # FSDP2 has no parameter there
+    return True
+
+
+def test_a_root_is_asked_for_what_is_within_it(pools) -> None:
+    assert pools.run(checked_within_a_root, world=2) == [True] * 2
+
+
+def named_as_missing(api: Any) -> list[tuple[str, str]]:
+    """What errors name, of members that are taken away for real."""
+    root: Any = sharded(torch.nn.Linear(2, 2))
+    (param,) = list(compat.fsdp2_parameters(root))[:1]
+    state, found = root._get_fsdp_state(), []
+    engines, passes = (lambda: compat.check_fsdp2(root, "engine")), (lambda: compat.abandon_pass(root))
+    for owner, name, call in (
+        (type(param), "accumulate_unsharded_grad_if_needed", engines),
+        (type(param), "to_accumulated_grad_if_needed", engines),
+        (state, "_comm_ctx", passes),
+        (state, "_is_root", passes),
+    ):
+        # Those of torch before 2.15, and one that each has.
+        if name != "_is_root" and not hasattr(param, "accumulate_unsharded_grad_if_needed"):
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(owner, name)
+            with pytest.raises(RuntimeError) as failure:
+                call()
+        found.append((name, str(failure.value)))
+    return found
+
+
+def test_an_error_names_the_member_that_is_missing(pools) -> None:
+    for found in pools.run(named_as_missing, world=2):
+        assert found
+        for name, text in found:
+            assert f"torch {torch.__version__} has no FSDP" in text
+            assert f".{name}, on which it stands" in text
+
+
 def moved_for_real(api: Any, folder: Path, options: dict[str, Any]) -> Any:
     """As by an accelerator: what is moved is another tensor; on the CPU `to` gives the same one back."""
     made: Any = small.made(folder, "AdamW", **options)

@@ -296,17 +296,66 @@ def test_the_moment_of_a_reduction_has_another_name_in_verl() -> None:
     assert told.startswith("pad_to_length=True has no effect here")
 
 
+class Rewarding(engine.FSDPEngineWithValueHead):
+    """A program's own engine, as it registers it with verl."""
+
+    model_type = "reward_model"
+
+
 def test_the_type_of_a_model_is_that_of_the_class(tmp_path: Path) -> None:
     for kind, own, others in (
-        (engine.FSDPEngineWithLMHead, "language_model", ["value_model"]),
-        (engine.FSDPEngineWithValueHead, "value_model", []),
+        (engine.FSDPEngineWithLMHead, "language_model", ["value_model", "reward_model", "vaule_model"]),
+        (engine.FSDPEngineWithValueHead, "value_model", ["vaule_model", "diffusion_model", 1]),
+        (Rewarding, "reward_model", ["value_model", "rewrad_model"]),
     ):
-        for asked in (None, "language_model", own, "reward_model"):
+        for asked in (None, "", "language_model", own):
             kind({"path": "nowhere", "model_type": asked}, device="cpu")
             kind(types.SimpleNamespace(path="nowhere", model_type=asked), device="cpu")
         for asked in others:
-            with pytest.raises(ValueError, match=f"model_type is not offered: got '{asked}', .* a {own}"):
+            with pytest.raises(ValueError, match=f"model_type is not offered: got {asked!r}, .* a {own}"):
                 kind({"path": "nowhere", "model_type": asked}, device="cpu")
+
+
+@dataclasses.dataclass
+class LaterQat:
+    """As an object of a later release, which has a field more."""
+
+    enable: bool = False
+    brand_new: int = 1
+
+
+def test_a_setting_within_a_setting_is_known_or_refused(tmp_path: Path) -> None:
+    for kind, name, wrong, says in (
+        ("model", "mtp", {"enabel": True}, "no setting of mtp: enabel; .*; did you mean enable?"),
+        ("model", "mtp", {"enable_trian": True}, "mtp: enable_trian; .*; did you mean enable_train?"),
+        ("model", "tiled_mlp", {"enabeld": True}, "tiled_mlp: enabeld; there are enabled, num_shards; did"),
+        ("model", "tiled_mlp", {"enabled": True, "shards": 2}, "tiled_mlp: shards; .*mean num_shards?"),
+        ("model", "fused_kernel_options", {"impl_backnd": "torch"}, "options: impl_backnd; .*impl_backend?"),
+        ("engine", "router_replay", {"mod": "R2"}, "router_replay: mod; .*; did you mean mode?"),
+        ("engine", "qat", {"enabel": True}, "qat: enabel; .*; did you mean enable?"),
+        ("engine", "qat", {"wholly_unlike": 1, "enable": False}, "no setting of qat: wholly_unlike; there"),
+        ("engine", "qat", {3: 1}, "no setting of qat: 3; there are enable,"),
+        ("engine", "qat", True, "qat=True: expected a mapping with enable, mode"),
+        ("engine", "router_replay", "R2", "router_replay='R2': expected a mapping with mode"),
+        ("model", "mtp", ["enable"], "expected a mapping with enable, enable_train"),
+        ("engine", "qat", LaterQat(brand_new=2), "no setting of qat: brand_new; there are"),
+        ("engine", "qat", types.SimpleNamespace(enabel=True), "qat: enabel; .*; did you mean enable?"),
+    ):
+        asked: Any = {
+            "model": ({"path": "nowhere", name: wrong}, {}),
+            "engine": ({"path": "x"}, {name: wrong}),
+        }
+        match = says.replace("?", r"\?")
+        with pytest.raises(ValueError, match=match):
+            engine.FSDPEngineWithLMHead(*asked[kind], device="cpu")
+        if kind == "engine":
+            with pytest.raises(ValueError, match=match):
+                config.settings(config.EngineConfig, types.SimpleNamespace(**{name: wrong}))
+    for idle in (None, False, {}, {"_target_": "a.Class", "enable": False, "mode": "w4a4"}, LaterQat()):
+        assert config.settings(config.EngineConfig, {"qat": idle}).no_effect == ()
+    asked = {"path": "x", "tiled_mlp": {"enabled": True, "num_shards": 2}}
+    (told,) = config.settings(config.ModelConfig, asked).no_effect
+    assert told.startswith("tiled_mlp.enabled=True has no effect here")
 
 
 #: What verl alone has, and is served.

@@ -380,16 +380,20 @@ def given(api: Any, folder: Path) -> list[str]:
             picked = data.select("loss_mask").to_padded_tensor()
             assert tuple(picked.batch_size) == (len(model_output["log_probs"]),)
             values = tu.get_non_tensor_data(data, "names", None), data["each"]
-            seen.append(f"{values[0]} {list(values[1])} {data['in']['score'].tolist()}")
+            more = [*data["in"]["each"]], data.get("info").data, data["calculate_entropy"]
+            seen.append(f"{values[0]} {list(values[1])} {data['in']['score'].tolist()} {more}")
             assert data["dp_size"] == WORLD
             assert data["batch_num_tokens"] > 0
         else:
             seen.append(type(data).__name__)
         return model_output["log_probs"].sum() * 0, {}
 
-    inner = tensordict.TensorDict({"score": torch.arange(len(ids))}, batch_size=[len(ids)])
     each = tensordict.NonTensorStack(*"abcd")
-    wrapped = {"names": tensordict.NonTensorData(["x", "y"]), "each": each, "in": inner}
+    inner = tensordict.TensorDict({"score": torch.arange(len(ids)), "each": each}, batch_size=[len(ids)])
+    info = tensordict.NonTensorData({1: [5, 6, 7, 8]} if dist.get_rank() else {})
+    asked = tensordict.NonTensorStack(*[True] * len(ids))  # as in joined batches
+    wrapped = {"names": tensordict.NonTensorData(["x", "y"]), "each": each, "in": inner, "info": info}
+    wrapped["calculate_entropy"] = asked
     data = tu.get_tensordict({**tensors}, said)
     for name, value in wrapped.items():
         data[name] = value
@@ -401,9 +405,10 @@ def given(api: Any, folder: Path) -> list[str]:
 
 def test_a_loss_gets_a_tensor_dict_where_one_came(workers: Any, tmp_path: Path) -> None:
     test_qwen.write(tmp_path / "m")
-    for seen in workers(given, tmp_path / "m"):
-        first, second = "['x', 'y'] ['a', 'b', 'c'] [0, 1, 2]", "['x', 'y'] ['d'] [3]"
-        assert seen == [first, second, "dict", "dict"]
+    for rank, seen in enumerate(workers(given, tmp_path / "m")):
+        more = f"{ {1: [5, 6, 7, 8]} if rank else {} }, True)"
+        first = f"['x', 'y'] ['a', 'b', 'c'] [0, 1, 2] (['a', 'b', 'c'], {more}"
+        assert seen == [first, f"['x', 'y'] ['d'] [3] (['d'], {more}", "dict", "dict"]
 
 
 def test_its_worker_infers_what_one_process_does(workers: Any, tmp_path: Path) -> None:
@@ -435,6 +440,58 @@ def test_a_tensor_dict_says_itself_what_is_of_the_rows() -> None:
     assert first.data["common"] == names
     assert first.data["own"] == names[:2]
     assert first.data["in"]["score"].tolist() == [0, 1]
+
+
+def taken_apart(value: Any) -> Any:
+    """An entry of a TensorDict with its class: of a TensorDict by key, of all others as lists."""
+    import tensordict
+
+    if isinstance(value, tensordict.TensorDict):
+        return {key: taken_apart(value.get(key)) for key in value.keys()}  # noqa: SIM118
+    kind, held = type(value).__name__, batches.unwrapped(value)
+    if isinstance(held, dict):
+        return kind, {key: batches.values_of(part).tolist() for key, part in held.items()}
+    return kind, held.tolist() if isinstance(held, torch.Tensor) else list(held)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_loss_gets_each_entry_of_a_tensor_dict_as_it_came(is_inner: bool) -> None:
+    """For all rows is what came so, of whatever length; cut are rows, also within a TensorDict."""
+    import tensordict
+
+    whole, each, rows = tensordict.NonTensorData, tensordict.NonTensorStack, list("abcdefghi")
+    nested = torch.nested.nested_tensor([torch.ones(1)] * 3, layout=torch.jagged)
+    entries = {
+        "numbered": whole({1: torch.arange(9), 2: torch.tensor(5.0), 3: torch.arange(3)}),
+        "jagged": whole({"t": nested}),
+        "empty": whole({}),
+        "tensor": whole(torch.arange(9)),
+        "few": whole(torch.arange(2)),
+        "list": whole(list(range(9))),
+        "meta": tensordict.MetaData({"t": torch.arange(9)}),
+        "unbatched": tensordict.UnbatchedTensor(torch.arange(9)),
+        "stack": each(*rows),
+        "dicts": each(*[{row: 1} for row in rows]),
+        "rows": torch.arange(9),
+        "in": tensordict.TensorDict({"u": each(*rows), "t": torch.arange(9)}, batch_size=[9]),
+    }
+    given = tensordict.TensorDict(entries, batch_size=[9])
+    cut = {
+        "stack": ("NonTensorStack", rows[:2]),
+        "dicts": ("NonTensorStack", [{"a": 1}, {"b": 1}]),
+        "rows": ("Tensor", [0, 1]),
+        "in": {"u": ("NonTensorStack", rows[:2]), "t": ("Tensor", [0, 1])},
+    }
+    expected = {**taken_apart(given), **cut}
+    more = {"more": given} if is_inner else entries
+    data = tensordict.TensorDict({**small.batch(0), **more}, batch_size=[9])
+    plan = batches.plan_alone(data, batches.Limit(rows=2))
+    first, *_, _ = batches.micro_batches(data, plan._replace(parts=[*plan.parts, []]))  # the last has no row
+    on_device = batches.on_device(first.data, torch.device("cpu"), data)
+    made = batches.like_batch(data, {**on_device, "dp_size": 2}, 2)
+    assert made["dp_size"] == 2
+    found = made["more"] if is_inner else made.select(*entries)
+    assert taken_apart(found) == expected
 
 
 def flagged(api: Any, folder: Path) -> dict[str, list[str]]:
@@ -521,6 +578,19 @@ def test_every_setting_of_its_objects_is_known() -> None:
         names = set(known.CLASSES[kind.__name__])
         others = {"share_embeddings_and_output_weights", *(NOT_IN_0_7 if IS_0_7 else NOT_IN_0_9)}
         assert keys_of(kind) == names - others, kind
+
+
+def test_every_setting_within_its_settings_is_known(tmp_path: Path) -> None:
+    from verl.workers.config import FSDPEngineConfig, HFModelConfig
+
+    test_qwen.write(tmp_path)
+    model = HFModelConfig(path=str(tmp_path), load_tokenizer=False)
+    for owner in (model, FSDPEngineConfig(strategy="fsdp2")):
+        for name, entry in known.CLASSES[type(owner).__name__].items():
+            if entry.inner:
+                value = getattr(owner, name)
+                keys = keys_of(type(value)) if dataclasses.is_dataclass(value) else set(value)
+                assert keys == {*entry.inner, *entry.details}, name
 
 
 def model_of(folder: Path, **options: Any) -> Any:

@@ -24,6 +24,8 @@ IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "r
 #: Whether a language model also returns the entropies of its tokens.
 ENTROPY = "calculate_entropy"
 POSITIONS, TEMPERATURE = "position_ids", "temperature"
+#: Classes of tensordict for a value of all rows, and the one for a value of each row.
+OF_ALL, OF_EACH = ("NonTensorData", "MetaData", "UnbatchedTensor"), "NonTensorStack"
 #: What ranks with the same rows compare, in the order of the numbers that each sends.
 COMPARED = (
     "another number of micro-batches",
@@ -295,8 +297,10 @@ def check_rows(data: Any, count: int, within: str = "") -> None:
         ValueError: another number of rows.
     """
     for key in list(data.keys()):  # a TensorDict iterates over rows
-        value = data[key]
-        if type(value) is dict:
+        value = data.get(key)
+        if is_of_all(value):
+            continue
+        if has_entries(value):
             check_rows(value, count, f"{within}{key}.")
         elif isinstance(value, torch.Tensor) and value.is_nested and value.size(0) != count:
             raise ValueError(f"{within}{key} has {value.size(0)} rows, {IDS} has {count}")
@@ -333,9 +337,21 @@ def temperature_of(data: Any, count: Optional[int] = None) -> Union[float, torch
 
 def unwrapped(value: Any) -> Any:
     """Return what a wrapper of tensordict holds: a value for the batch, or a list of a value for each row."""
-    while type(value).__name__ == "NonTensorData":
+    while is_of_all(value) and not isinstance(value, torch.Tensor):
         value = value.data
-    return value.tolist() if type(value).__name__ == "NonTensorStack" else value
+    return value.tolist() if type(value).__name__ == OF_EACH else value
+
+
+def is_of_all(value: Any) -> bool:
+    """Return whether a wrapper of tensordict says that a value is for all rows, whatever its length is."""
+    return type(value).__name__ in OF_ALL
+
+
+def has_entries(value: Any) -> bool:
+    """Return whether a value of a batch is a dict or a TensorDict, whose entries are cut with the rows."""
+    if is_of_all(value) or type(value).__name__ == OF_EACH:
+        return False
+    return type(value) is dict or (hasattr(value, "batch_size") and callable(getattr(value, "keys", None)))
 
 
 def value_in(data: Any, name: str, default: Any = None) -> Any:
@@ -611,8 +627,8 @@ def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
     """Yield the micro-batches of a plan; each is made when it is asked for.
 
     A tensor, array, list or tuple that is as long as the batch has rows is cut with the rows, also a tensor
-    or array in a dict within the batch. Each micro-batch gets the whole of everything else, and of a list
-    that a TensorDict has a single time for all rows.
+    or array in a dict within the batch. Each micro-batch gets the whole of everything else, and of what a
+    TensorDict has a single time for all rows: a list, or a dict with whatever is in it.
 
     Args:
         data: the batch that the plan was made of.
@@ -634,13 +650,20 @@ def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
     for rows in plan.parts:
         spans = [plan.spans[row] for row in rows] or [(0, 1)]
         columns = min(start for start, _ in spans), max(stop for _, stop in spans)
-        micro = {}
-        for key in list(data.keys()):  # a TensorDict iterates over rows
-            # Otherwise a list that happens to be as long as the batch would be cut.
-            is_common = type(data.get(key)).__name__ == "NonTensorData"
-            value = unwrapped(data[key])
-            micro[key] = value if is_common else _selected(key, value, rows, columns, plan)
-        yield Micro(micro, rows, columns)
+        yield Micro(_cut(data, rows, columns, plan), rows, columns)
+
+
+def _cut(data: Any, rows: list[int], columns: Span, plan: Plan, is_inner: bool = False) -> dict[str, Any]:
+    """Return the rows of all entries. Lists in a plain dict within the batch are for all rows."""
+    entries = {}
+    for key in list(data.keys()):  # a TensorDict iterates over rows
+        held = data.get(key)
+        value = unwrapped(held)
+        is_whole = is_of_all(held) or (
+            is_inner and isinstance(value, (list, tuple)) and type(held).__name__ != OF_EACH
+        )
+        entries[key] = value if is_whole else _selected(key, value, rows, columns, plan)
+    return entries
 
 
 def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
@@ -650,12 +673,8 @@ def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) 
         return _selected_tensor(key, value, rows, columns, plan)
     if isinstance(value, (list, tuple)):
         return [value[row] for row in rows] if len(value) == count else value
-    if type(value) is dict or (isinstance(value, Mapping) and hasattr(value, "batch_size")):
-        parts = {name: value[name] for name in list(value.keys())}
-        return {
-            name: part if isinstance(part, (list, tuple)) else _selected(name, part, rows, columns, plan)
-            for name, part in parts.items()
-        }
+    if has_entries(value):
+        return _cut(value, rows, columns, plan, is_inner=True)
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or not value.ndim or len(value) != count:
         return value
@@ -677,12 +696,19 @@ def _selected_tensor(key: str, value: Any, rows: list[int], columns: Span, plan:
     return picked_rows
 
 
-def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a micro-batch with its tensors on a device, also those in dicts within it."""
+def on_device(data: Mapping[str, Any], device: torch.device, given: Any = None) -> dict[str, Any]:
+    """Return a micro-batch with its tensors on a device, also those in dicts within it.
+
+    Args:
+        data: the data of a micro-batch.
+        device: the device.
+        given: the batch: what is within its dicts for all rows stays where it is, as in a TensorDict.
+    """
     moved: dict[str, Any] = {}
     for name, value in data.items():
+        held = given.get(name) if callable(getattr(given, "get", None)) else None
         if type(value) is dict:
-            moved[name] = on_device(value, device)
+            moved[name] = value if is_of_all(held) else on_device(value, device, held)
         else:
             moved[name] = value.to(device) if isinstance(value, torch.Tensor) else value
     return moved
@@ -690,6 +716,8 @@ def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def like_batch(given: Any, data: Mapping[str, Any], count: int) -> Any:
     """Return a micro-batch's data in the batch's form: as a TensorDict where that is one.
+
+    Each entry has the class of tensordict that it has in the batch.
 
     Args:
         given: the batch.
@@ -700,19 +728,28 @@ def like_batch(given: Any, data: Mapping[str, Any], count: int) -> Any:
     package: Any = sys.modules.get("tensordict")
     if package is None or not package.is_tensor_collection(given):
         return data
-    size = [count] if given.batch_dims else []
+    return _tensor_dict(package, given, data, [count] if given.batch_dims else [])
 
-    def entry(name: str, value: Any) -> Any:
+
+def _tensor_dict(package: Any, given: Any, data: Mapping[str, Any], size: list[int]) -> Any:
+    keys = set(given.keys())
+
+    def entry(held: Any, value: Any) -> Any:
+        kind = type(held)
+        if is_of_all(held):
+            # The value of UnbatchedTensor is a tensor, and has no size of a batch.
+            return kind(value) if kind.__name__ == "UnbatchedTensor" else kind(value, batch_size=size)
         if isinstance(value, torch.Tensor):
             return value
-        if type(value) is dict:
-            return package.TensorDict({key: entry("", part) for key, part in value.items()}, batch_size=size)
-        if name in keys and type(given.get(name)).__name__ == "NonTensorStack":
+        if type(value) is dict and has_entries(held):
+            made = _tensor_dict(package, held, value, size)
+            return kind.from_tensordict(made) if package.is_tensorclass(held) else made
+        if kind.__name__ == OF_EACH and isinstance(value, (list, tuple)):
             return package.NonTensorStack(*value)
         return package.NonTensorData(value, batch_size=size)
 
-    keys = set(given.keys())
-    return package.TensorDict({name: entry(name, value) for name, value in data.items()}, batch_size=size)
+    entries = {name: entry(given.get(name) if name in keys else None, part) for name, part in data.items()}
+    return package.TensorDict(entries, batch_size=size)
 
 
 def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -99,16 +100,26 @@ def mapping(readers: Mapping[str, Read], others: Iterable[str]) -> Read:
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{name}={value!r}: expected a mapping")
         given = dict(value or {})
-        unknown = sorted(str(key) for key in given if key not in readers and key not in idle)
-        if unknown:
-            known = ", ".join((*readers, *sorted(idle)))
-            raise ValueError(f"no setting of {name}: {', '.join(unknown)}; there are {known}")
+        check_known(name, map(str, given), (*readers, *sorted(idle)))
         return {
             key: readers[key](f"{name}.{key}", part) if key in readers else part
             for key, part in given.items()
         }
 
     return checked
+
+
+def check_known(name: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Check the names of settings within a setting.
+
+    Raises:
+        ValueError: names that are not known; the text has the nearest known one of the first.
+    """
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"no setting of {name}: {', '.join(unknown)}; there are {', '.join(known)}{hint}")
 
 
 def say(text: str) -> None:

@@ -338,7 +338,7 @@ class FSDPEngine(BaseEngine):
             like: the batch: the loss gets its data in the batch's form.
         """
         device = compat.current_device(self.device)
-        data = {**batches.on_device(micro.data, device), **common}
+        data = {**batches.on_device(micro.data, device, like), **common}
         if is_packed:
             group, size = self.grid.sp_group, self.grid.sizes.ulysses
             packed = packing.packed(data, device, group, size)

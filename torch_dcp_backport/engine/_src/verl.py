@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.engine._src.checks import flag, say
+from torch_dcp_backport.engine._src.checks import check_known, flag, say
 
 SERVED = "serves it"
 #: verl's object does it before the engine sees it; in a mapping nothing does.
@@ -34,6 +34,8 @@ class Known(NamedTuple):
     idle: Optional[tuple[Any, ...]] = (None, False)
     #: Of settings within settings: those that ask for something.
     inner: tuple[str, ...] = ()
+    #: Of settings within settings: those that say more of the former.
+    details: tuple[str, ...] = ()
     #: Of a setting that is refused: what to do.
     instead: str = ""
 
@@ -60,7 +62,11 @@ MODEL = {
         SERVED, 'also within "model_config"; without `attn_implementation` transformers chooses'
     ),
     "trust_remote_code": Known(SERVED),
-    "model_type": Known(SERVED, "by the class of the engine; that of another class is refused", idle=None),
+    "model_type": Known(
+        SERVED,
+        "that of the engine's class, or verl's default, language_model; any other is refused",
+        idle=None,
+    ),
     "enable_gradient_checkpointing": Known(SERVED, "not reentrant"),
     "enable_activation_offload": Known(SERVED, "on [accelerators](#memory-of-the-backward-pass)"),
     "lora_rank": Known(SERVED),
@@ -88,14 +94,31 @@ MODEL = {
     ),
     "use_liger": Known(NO_VALUE, "speed and memory; the layers of transformers run"),
     "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
-    "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None),
-    "tiled_mlp": Known(NO_VALUE, "saves memory in verl; not here", inner=("enabled",)),
+    "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None, details=("impl_backend",)),
+    "tiled_mlp": Known(
+        NO_VALUE, "saves memory in verl; not here", inner=("enabled",), details=("num_shards",)
+    ),
     "target_parameters": Known(REFUSED, "there are adapters of modules only", idle=(None, [], ())),
     "lora_adapter_path": Known(SERVED, "a folder with peft's files; its rank and modules"),
     "lora": Known(
         SERVED, "`merge`; `rank` and unknown keys are refused, and the keys of Megatron's adapters are said"
     ),
-    "mtp": Known(REFUSED, "if `enable` or `enable_train` is set", inner=("enable", "enable_train")),
+    "mtp": Known(
+        REFUSED,
+        "if `enable` or `enable_train` is set",
+        inner=("enable", "enable_train"),
+        details=(
+            "enable_rollout",
+            "detach_encoder",
+            "mtp_loss_scaling_factor",
+            "speculative_algorithm",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+            "method",
+            "num_speculative_tokens",
+        ),
+    ),
 }
 
 ENGINE = {
@@ -139,8 +162,25 @@ ENGINE = {
     "pad_to_length_bucket": Known(NO_VALUE, "as `pad_to_length`", idle=None),
     "turbo_config": Known(NO_VALUE, "of the strategy fsdp_turbo, which is refused", idle=None),
     "strategy": Known(REFUSED, "except fsdp and fsdp2; both are FSDP2", idle=(None, "fsdp", "fsdp2")),
-    "router_replay": Known(REFUSED, "if `mode` is not disabled", idle=("disabled",), inner=("mode",)),
-    "qat": Known(REFUSED, "if `enable` is set", inner=("enable",)),
+    "router_replay": Known(
+        REFUSED,
+        "if `mode` is not disabled",
+        idle=("disabled",),
+        inner=("mode",),
+        details=("record_file", "replay_file"),
+    ),
+    "qat": Known(
+        REFUSED,
+        "if `enable` is set",
+        inner=("enable",),
+        details=(
+            "mode",
+            "group_size",
+            "ignore_patterns",
+            "activation_observer",
+            "quantization_config_path",
+        ),
+    ),
 }
 
 OPTIMIZER = {
@@ -195,12 +235,12 @@ CLASSES = {
 RENAMED: dict[str, tuple[str, Mapping[bool, Any]]] = {
     "use_no_sync_for_gradient_accumulation": ("gradient_sync", {True: "last", False: "each"}),
 }
-#: The types of models that an engine of ours is registered for.
-TYPES = ("language_model", "value_model")
+#: verl's default of `model_type`, which also engines for other models get.
+DEFAULT_TYPE = "language_model"
 
 
 def check_model_type(asked: Any, own: str) -> None:
-    """Refuse a type of model that another class of ours is for.
+    """Refuse a type of model that the class is not for.
 
     verl's worker sets it to the type that it looks the class up by, and its default asks for nothing.
 
@@ -209,9 +249,9 @@ def check_model_type(asked: Any, own: str) -> None:
         own: the type that the class is registered for; "" where it is of any.
 
     Raises:
-        ValueError: the type of another class.
+        ValueError: another type.
     """
-    if own and asked in TYPES and asked not in (own, TYPES[0]):
+    if own and asked not in (None, "", own, DEFAULT_TYPE):
         raise ValueError(
             f"model_type is not offered: got {asked!r}, and this engine is for a {own}; a subclass "
             "for another has a `model_type` of its own"
@@ -283,6 +323,8 @@ def check_mapping(
 
 
 def _check(setting: str, value: Any, known: Known) -> list[str]:
+    if known.inner or known.details:
+        _check_inner(setting, value, (*known.inner, *known.details))
     told = []
     for name, asked in known.asked(setting, value).items():
         if known.does == REFUSED:
@@ -291,6 +333,24 @@ def _check(setting: str, value: Any, known: Known) -> list[str]:
         if known.does == NO_VALUE:
             told.append(f"{name}={asked!r} has no effect here: {known.text}")
     return told
+
+
+def _check_inner(setting: str, value: Any, known: tuple[str, ...]) -> None:
+    """Check that settings within a setting are known; None and False are none of them.
+
+    Raises:
+        ValueError: an entry of a mapping that is not known, or a field of an object that is not known and has
+            another value than its default; or no settings at all.
+    """
+    if value is None or value is False:
+        return
+    if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
+        names = [str(name) for name in value if name != "_target_"]
+    elif hasattr(value, "__dict__"):
+        names = [name for name, own, default in _entries(value) if own != default]
+    else:
+        raise ValueError(f"{setting}={value!r}: expected a mapping with {', '.join(known)}")
+    check_known(setting, names, known)
 
 
 def say_unknown(method: str, options: Mapping[str, Any]) -> None:
