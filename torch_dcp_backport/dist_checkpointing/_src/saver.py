@@ -93,7 +93,9 @@ def _written(
         except _Gone as error:
             counted.stop.check()
             text = f"the process that writes saves in the background {error}: a thread writes"
-            warn_once(logger, text, about=str(error))
+            # By chance the same end is a broken pipe or a connection that is reset.
+            about = "has ended" if str(error).startswith("has ended") else str(error)
+            warn_once(logger, text, about=about)
         counted.begin_again()
     return write_staged(fd, staged.memory.view, staged.places, objects, counted.add, output)
 
