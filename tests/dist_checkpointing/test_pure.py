@@ -38,7 +38,7 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import (
     from_bytes,
     to_bytes,
 )
-from torch_dcp_backport.dist_checkpointing._src.plans import cut, shares_of
+from torch_dcp_backport.dist_checkpointing._src.plans import Holders, cut, least_loaded, shares_of
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.dist_checkpointing._src.table import (
     Row,
@@ -306,6 +306,17 @@ def test_replicas_are_written_once_and_by_all_alike(replicas: int, shards: int, 
             written.setdefault(tables[rank].tensors[item.number].key, []).append(item.box)
     for number, size in enumerate([*sizes, 2 * sum(sizes)]):
         assert fills(written[str(number)], (shards * size,))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sets(st.integers(0, 6), min_size=1), st.integers(1, 50)), max_size=60))
+def test_the_least_loaded_holder_is_the_minimum_of_all(pieces: list[tuple[set[int], int]]) -> None:
+    """Also of sets of holders that overlap, whose heaps do not hear of each other."""
+    load, queues = dict.fromkeys(range(7), 0), dict[tuple[int, ...], list[tuple[int, int]]]()
+    for ranks, nbytes in pieces:
+        rank = least_loaded(Holders(min(ranks), 1, dict.fromkeys(ranks, 0)), load, queues)
+        assert rank == min(ranks, key=lambda one: (load[one], one))
+        load[rank] += nbytes
 
 
 def test_hsdp_with_a_large_embedding_is_balanced() -> None:

@@ -227,6 +227,22 @@ def test_a_process_that_is_gone_is_not_needed(
     assert calls[-1][0] == calls[-1][1]
 
 
+def test_a_process_that_has_ended_is_one_warning_however_that_is_heard(
+    tmp_path: Path, expected, monkeypatch, caplog
+) -> None:
+    ends = iter(["has ended (Broken pipe)", "has ended (Connection reset)", "has ended before its work"])
+
+    def order(self: Any, *args: Any) -> None:
+        raise saver._Gone(next(ends))
+
+    monkeypatch.setattr(saver._Process, "order", order)
+    once.forget()
+    for name in ("first", "second", "third"):
+        begin(tmp_path / name, 1).execute_sync()
+        assert files_of(tmp_path / name) == expected
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
 def test_a_disk_that_is_full_for_the_process_is_an_error(tmp_path: Path, monkeypatch) -> None:
     program = tmp_path / "full.py"
     program.write_text(FULL)
