@@ -15,6 +15,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -389,6 +390,9 @@ def serve(
             where, name, args, kwargs = pipe.recv()
         except EOFError:
             return
+        # Else a model that a test builds depends on what ran before it on this rank: replicas would differ.
+        torch.manual_seed(0)
+        random.seed(0)
         try:
             function = importlib.import_module(where)
             for part in name.split("."):
