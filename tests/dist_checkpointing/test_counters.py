@@ -123,7 +123,7 @@ def test_replicas_are_written_once_by_all_alike(ranks: Any, tmp_path: Path) -> N
 
 def rounds(room: Any, folders: list[str], count: int) -> list[int]:
     """How often the ranks meet: in a save, in one where a rank has an entry more, and in a load of that."""
-    native, met = meet.ask, 0
+    native, met = meet.Round.gather, 0
 
     def counted(*args: Any) -> Any:
         nonlocal met
@@ -136,7 +136,7 @@ def rounds(room: Any, folders: list[str], count: int) -> list[int]:
         for number in range(count)
     }
     more = {"one": ShardedTensor.from_rank_offsets("one", torch.ones(3))} if rank == 1 else {}
-    meet.ask = counted
+    meet.Round.gather = counted
     try:
         for call, parts, folder in (
             (room.save, state, folders[0]),
@@ -147,7 +147,7 @@ def rounds(room: Any, folders: list[str], count: int) -> list[int]:
             call(parts, folder)
             found.append(met)
     finally:
-        meet.ask = native
+        meet.Round.gather = native
     return found
 
 

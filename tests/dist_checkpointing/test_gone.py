@@ -40,19 +40,19 @@ def saved(room: Any, folder: str) -> None:
 
 def told(room: Any, folder: str, call: str, victim: int, kill: bool, rounds: int) -> str:
     """Save or load; one rank fails to come to a round. The error of the others."""
-    ask, count = meet.ask, 0
+    begin, count = meet.Round.__init__, 0
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any) -> None:
         nonlocal count
         if count == rounds:
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(LATE)
         count += 1
-        return ask(*args)
+        begin(*args)
 
     if dist.get_rank() == victim:
-        meet.ask = failing
+        meet.Round.__init__ = failing
     try:
         getattr(room, call)({"w": rows()}, folder)
     except room.CheckpointingException as error:

@@ -240,10 +240,12 @@ def agreements(api: Any) -> None:
         own = bytes([rank]) * (nbytes * (rank + 1) // world)
         expected = {other: bytes([other]) * (nbytes * (other + 1) // world) for other in range(world)}
         assert wire.gather_bytes(own, None) == expected, nbytes
-        heard = meet.ask(own, None)
-        assert (heard.messages if heard else None) == (expected if rank == 0 else None)
+        assert wire.gather_bytes(own, None, is_kept=rank == 1) == (expected if rank == 1 else {})
         for answers in (expected, dict.fromkeys(range(world), b"the same" * nbytes)):
-            assert meet.answer(answers if rank == 0 else None, None) == answers[rank]
+            round_ = meet.Round(None)
+            heard = round_.gather(own)
+            assert (heard.messages if heard else None) == (expected if rank == 0 else None)
+            assert round_.scatter(answers if rank == 0 else None) == answers[rank]
         sizes = {1: len(expected[1]), 3: len(expected[3])}
         assert wire.share_bytes(own, sizes, None) == {1: expected[1], 3: expected[3]}
     problem = Problem("is wrong", f"key {rank}")

@@ -6,21 +6,19 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.transfer._src.errors import UNCHANGED, Finding, Problem, as_transfer_error, spell
 from torch_dcp_backport.transfer._src.groups import Group, group_ranks, is_silent
+from torch_dcp_backport.transfer._src.tree import Tree
 from torch_dcp_backport.transfer._src.wire import (
     absent,
     bytes_of,
     check_in,
     count_agreement,
     device_for,
-    finish,
     gather_objects,
     gather_rows,
-    post,
     takes_collectives,
     tensor_of,
 )
@@ -93,24 +91,16 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
     if is_silent(group):
         return mark
-    first, others, device = ranks[0], ranks[1:], device_for(group)
     if takes_collectives(group):
-        rows = gather_rows(tensor_of(mark.to_bytes()).to(device), group).cpu()
+        rows = gather_rows(tensor_of(mark.to_bytes()).to(device_for(group)), group).cpu()
         return common_mark([Mark.from_bytes(bytes_of(row)) for row in rows])
-    if dist.get_rank() != first:
-        own, common = tensor_of(mark.to_bytes()).to(device), empty_mark(device)
-        finish(post([(dist.isend, own, first), (dist.irecv, common, first)], group))
-        return Mark.from_bytes(bytes_of(common))
-    received = [empty_mark(device) for _ in others]
-    finish(post([(dist.irecv, buffer, rank) for buffer, rank in zip(received, others)], group))
-    result = common_mark([mark, *(Mark.from_bytes(bytes_of(buffer)) for buffer in received)])
-    common = tensor_of(result.to_bytes()).to(device)
-    finish(post([(dist.isend, common, rank) for rank in others], group))
-    return result
-
-
-def empty_mark(device: torch.device) -> torch.Tensor:
-    return torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
+    tree = Tree(group)
+    # Ranks mostly have the same one.
+    heard = tree.reduce({mark}, lambda marks: set[Mark]().union(*marks))
+    if heard is not None and heard[1]:
+        tree.end(heard[1][0])
+    common = None if heard is None else common_mark(list(heard[0]))
+    return Mark.from_bytes(tree.broadcast(b"" if common is None else common.to_bytes()))
 
 
 def agree_on_mesh(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn, Optional, Union
 
@@ -27,96 +27,68 @@ from torch_dcp_backport.transfer._src.errors import (
     TransferError,
     compose,
     differences,
-    spell,
 )
-from torch_dcp_backport.transfer._src.groups import Group, group_ranks, is_silent, source_of
+from torch_dcp_backport.transfer._src.groups import Group, is_silent, source_of
+from torch_dcp_backport.transfer._src.tree import Gathered, LostRank, Tree
 from torch_dcp_backport.transfer._src.wire import (
-    LENGTH,
     MOST,
     absent,
     broadcast_from_first,
-    bytes_of,
     check_in,
     count_agreement,
     device_for,
-    finish,
     gather_bytes,
     gather_rows,
-    post,
     takes_collectives,
-    tensor_of,
 )
 
-# --- messages ---
-#
-# A rank that is gone costs the others no hang: the first rank hears of it and can still answer the rest.
+# --- one round of messages ---
 
 
-class Heard(NamedTuple):
-    """The messages that the first rank received, by global rank, and the ranks that are gone or late."""
+class Round:
+    """One round: what every rank has goes to the first rank, and an answer comes back to each.
 
-    messages: dict[int, bytes]
-    gone: tuple[int, ...] = ()
-
-
-def ask(data: bytes, group: Group) -> Optional[Heard]:
-    """Send this rank's bytes to the first rank of the group, which gets everyone's; None on the others.
-
-    Raises:
-        RuntimeError: the first rank is gone.
+    A rank that is gone costs the others no hang where messages go from rank to rank: the first rank hears of
+    it and still answers the rest. In collectives it leaves all to the group's timeout: no part of one fails
+    alone.
     """
-    ranks, rank = group_ranks(group), dist.get_rank()
-    check_in(group)
-    if takes_collectives(group):
-        # A rank that is gone leaves all to the group's timeout: no part of a collective fails alone.
-        messages = gather_bytes(data, group)
-        return Heard(messages) if rank == source_of(group) else None
-    if rank != ranks[0]:
-        _send(data, ranks[0], group)
-        return None
-    others = ranks[1:]
-    sizes = _receive(dict.fromkeys(others, LENGTH), group)
-    lengths = {other: _length(message) for other, message in sizes.items()}
-    messages = _receive(lengths, group)
-    messages[rank] = data
-    silent = [other for other in others if other not in messages]
-    # After a timeout gloo closes all connections, also those of ranks that are not late.
-    late = set(absent(group)).intersection(silent) if silent else set()
-    return Heard(messages, tuple(other for other in silent if other in late or not late))
 
+    def __init__(self, group: Group) -> None:
+        check_in(group)
+        self.group = group
+        self.tree = None if takes_collectives(group) else Tree(group)
 
-def answer(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
-    """Send each rank its bytes from the first rank, which passes all of them; the others pass None.
+    def gather(self, data: bytes) -> Optional[Gathered]:
+        """Send this rank's bytes to the first rank of the group, which gets everyone's; None on the others.
 
-    Raises:
-        RuntimeError: the first rank is gone.
-    """
-    ranks, rank = group_ranks(group), dist.get_rank()
-    if takes_collectives(group):
-        own = answer_to_all(answers, group)
-        count_agreement(group)
+        Raises:
+            RuntimeError: a rank on the way is gone.
+        """
+        if self.tree is not None:
+            return self.tree.gather(data)
+        is_first = dist.get_rank() == source_of(self.group)
+        messages = gather_bytes(data, self.group, is_kept=is_first)
+        return Gathered(messages) if is_first else None
+
+    def all_gather(self, data: bytes) -> Gathered:
+        """Return every rank's bytes, on every rank, in one step. Only where messages are collectives."""
+        messages = gather_bytes(data, self.group)
+        count_agreement(self.group)
+        return Gathered(messages)
+
+    def scatter(self, answers: Optional[dict[int, bytes]]) -> bytes:
+        """Return this rank's bytes of those that the first rank passes for each rank; the others pass None.
+
+        Raises:
+            RuntimeError: a rank on the way is gone.
+        """
+        own = self.tree.scatter(answers) if self.tree is not None else answer_to_all(answers, self.group)
+        count_agreement(self.group)
         return own
-    if rank != ranks[0]:
-        size = _receive({ranks[0]: LENGTH}, group).get(ranks[0])
-        message = None if size is None else _receive({ranks[0]: _length(size)}, group).get(ranks[0])
-        if message is None:
-            raise RuntimeError(f"no answer from rank {ranks[0]}")
-        count_agreement(group)
-        return message
-    assert answers is not None, "the first rank answers"
-    for other in ranks[1:]:
-        if other in answers:
-            try:
-                _send(answers[other], other, group)
-            except RuntimeError:
-                # It is gone; the next question tells. The other ranks wait for their answers.
-                continue
-    count_agreement(group)
-    return answers[rank]
 
 
 def answer_to_all(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
-    """As `answer`, in one broadcast: equal answers travel once."""
+    """As `Round.scatter`, in one broadcast: equal answers travel once."""
     rank, data = dist.get_rank(), b""
     if answers is not None:
         distinct = dict.fromkeys(answers.values())
@@ -124,44 +96,6 @@ def answer_to_all(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
         data = pickle.dumps((list(distinct), {other: number[text] for other, text in answers.items()}))
     messages, number_by_rank = pickle.loads(broadcast_from_first(data, group))
     return bytes(messages[number_by_rank[rank]])
-
-
-def _length(message: bytes) -> int:
-    length = int.from_bytes(message, "big")
-    if length > MOST:
-        raise ValueError(f"a message of {length} bytes, where {MOST} are the most")
-    return length
-
-
-def _send(data: bytes, peer: int, group: Group) -> None:
-    device = device_for(group)
-    for part in (len(data).to_bytes(LENGTH, "big"), data):
-        if part:
-            buffer = tensor_of(part).to(device)
-            finish(post([(dist.isend, buffer, peer)], group))
-
-
-def _receive(lengths: dict[int, int], group: Group) -> dict[int, bytes]:
-    """So many bytes from each of some ranks; without those that are gone."""
-    device = device_for(group)
-    buffers = {
-        peer: torch.empty(length, dtype=torch.uint8, device=device) for peer, length in lengths.items()
-    }
-    awaited = [(dist.irecv, buffer, peer) for peer, buffer in buffers.items() if buffer.numel()]
-    gone: set[int] = set()
-    works: list[tuple[int, Any]] = []
-    for message in awaited:
-        # One by one: where a peer is gone, some backends raise here, for it alone.
-        try:
-            works += [(message[2], work) for work in post([message], group)]
-        except RuntimeError:
-            gone.add(message[2])
-    for peer, work in works:
-        try:
-            work.wait()
-        except RuntimeError:
-            gone.add(peer)
-    return {peer: bytes_of(buffer) for peer, buffer in buffers.items() if peer not in gone}
 
 
 # --- meetings ---
@@ -246,10 +180,22 @@ def meet(
     Raises:
         the call's kind of error: a rank has a problem or is gone; the same on every rank.
     """
-    with at_first(call, topic, own, common) as meeting:
-        if any(value is not None for value in meeting.heard.values()):
-            meeting.answer(meeting.heard)
-    return meeting.result or dict.fromkeys(call.ranks)
+    topic = _as_said(topic)
+    if len(call.ranks) == 1 or not takes_collectives(call.group):
+        with at_first(call, topic, own, common) as meeting:
+            if any(value is not None for value in meeting.heard.values()):
+                meeting.answer(meeting.heard)
+        return meeting.result or dict.fromkeys(call.ranks)
+    # Every rank gets all that was said, and needs no answer.
+    with call.tally.phase(topic.doing):
+        message = _message(call, topic, own, common)
+        with _telling_who_is_gone(call, topic):
+            gathered = Round(call.group).all_gather(message)
+    try:
+        return _values_in(gathered, topic.doing)
+    except Refusal as refusal:
+        findings = refusal.findings
+    fail(call, findings, topic.so_far)
 
 
 def meet_numbers(call: Call, own: Attempt[Sequence[float]], count: int) -> dict[int, list[float]]:
@@ -293,17 +239,12 @@ def at_first(
         the call's kind of error: a rank has a problem or is gone, or what is inside the `with` failed on the
             first rank; the same on every rank. A `Refusal` has findings of several ranks.
     """
-    if _outlook.get():
-        topic = Topic(topic.doing, _outlook.get())
+    topic = _as_said(topic)
     with call.tally.phase(topic.doing):
-        content = b""
-        with call.guard():
-            if not call.problems:
-                content = _packed((made_of(common), made_of(own)))
-        problems = list(map(tuple, call.problems))
-        message = pickle.dumps((topic.doing, problems, content if not problems else b""))
+        message = _message(call, topic, own, common)
+        round_ = Round(call.group) if len(call.ranks) > 1 else None
         with _telling_who_is_gone(call, topic):
-            heard = Heard({call.rank: message}) if len(call.ranks) == 1 else ask(message, call.group)
+            heard = Gathered({call.rank: message}) if round_ is None else round_.gather(message)
         meeting, findings, answers = Meeting(), list[Finding](), dict[int, bytes]()
         if heard is not None:
             try:
@@ -315,18 +256,35 @@ def at_first(
             answers = _packed_each(meeting)
         except Exception as error:
             if not meeting.decides:
-                # No other rank hears of it: what is inside the `with` is for the rank that decides.
+                # No other rank hears of it: what is inside is for the rank that decides. Others may
+                # get their answers through this one.
+                if heard is None and round_ is not None:
+                    round_.scatter(None)
                 raise
             findings = _findings_of(call, error)
         # What the ranks have sent is not kept until the caller is done.
         meeting.heard, meeting._answers = {}, {}
         replies = None if heard is None else _replies(heard, findings, answers)
         with _telling_who_is_gone(call, topic):
-            reply = replies[call.rank] if replies and len(call.ranks) == 1 else answer(replies, call.group)
+            reply = round_.scatter(replies) if round_ is not None else (replies or {})[call.rank]
     findings, result = pickle.loads(reply)
     if findings:
         fail(call, [(rank, Problem(*problem)) for rank, problem in findings], topic.so_far)
     meeting.result = pickle.loads(result)
+
+
+def _as_said(topic: Topic) -> Topic:
+    return Topic(topic.doing, _outlook.get()) if _outlook.get() else topic
+
+
+def _message(call: Call, topic: Topic, own: object, common: Union[Common, Attempt[Common]]) -> bytes:
+    """Return what this rank says: its problems, or what is the same on every rank and its value."""
+    content = b""
+    with call.guard():
+        if not call.problems:
+            content = _packed((made_of(common), made_of(own)))
+    problems = list(map(tuple, call.problems))
+    return pickle.dumps((topic.doing, problems, content if not problems else b""))
 
 
 def fail(call: Call, findings: Sequence[Finding], so_far: str = UNCHANGED) -> NoReturn:
@@ -348,21 +306,28 @@ def _telling_who_is_gone(call: Call, topic: Topic) -> Iterator[None]:
         yield
     except RuntimeError as error:
         first, late = call.ranks[0], absent(call.group)
-        what = f"rank {first} is gone, or too late, while {topic.doing}"
         if late and first not in late:
-            what = f"no answer from rank {first} while {topic.doing}, and {spell(late)} did not come"
+            # The first rank says the same to those that it reaches.
+            fail(call, gone_while(topic.doing, late), topic.unheard or topic.so_far)
+        lost = error.rank if isinstance(error, LostRank) and not late else first
         kind = call.kind if issubclass(call.kind, CollectiveError) else TransferError
+        what = f"rank {lost} is gone, or too late, while {topic.doing}"
         raise kind(f"{call.title}: {what}; {topic.unheard or topic.so_far}") from error
 
 
-def _values_in(heard: Heard, doing: str) -> dict[int, Any]:
+def gone_while(doing: str, ranks: Iterable[int]) -> list[Finding]:
+    """Return the findings of ranks that did not come."""
+    return [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in ranks]
+
+
+def _values_in(heard: Gathered, doing: str) -> dict[int, Any]:
     """Return every rank's value, by global rank.
 
     Raises:
         Refusal: ranks are gone, have problems, are somewhere else, or differ where they must not.
     """
     unpacked = {rank: pickle.loads(message) for rank, message in sorted(heard.messages.items())}
-    findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in heard.gone]
+    findings = gone_while(doing, heard.gone)
     for rank, (_, problems, _) in unpacked.items():
         findings += [(rank, Problem(*problem)) for problem in problems]
     if not findings:
@@ -396,7 +361,7 @@ def _packed_each(meeting: Meeting) -> dict[int, bytes]:
     return {rank: packed[id(value)] for rank, value in answers.items()}
 
 
-def _replies(heard: Heard, findings: Sequence[Finding], answers: Mapping[int, bytes]) -> dict[int, bytes]:
+def _replies(heard: Gathered, findings: Sequence[Finding], answers: Mapping[int, bytes]) -> dict[int, bytes]:
     """Return the message to each rank: the findings for every rank, or its own answer."""
     plain = [(rank, tuple(problem)) for rank, problem in findings]
     replies = {id(data): pickle.dumps((plain, data)) for data in (*answers.values(), b"")}

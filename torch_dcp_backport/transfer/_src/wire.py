@@ -145,8 +145,12 @@ def gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:
     return rows.view(len(ranks), -1)
 
 
-def gather_bytes(data: bytes, group: Group) -> dict[int, bytes]:
-    """Every rank's bytes, of any length, on every rank: global rank -> bytes."""
+def gather_bytes(data: bytes, group: Group, is_kept: bool = True) -> dict[int, bytes]:
+    """Every rank's bytes, of any length, on every rank: global rank -> bytes.
+
+    Args:
+        is_kept: whether this rank needs them: one that does not holds no more than one gathering at a time.
+    """
     ranks = group_ranks(group)
     if is_silent(group):
         return dict.fromkeys(ranks, data)
@@ -154,11 +158,13 @@ def gather_bytes(data: bytes, group: Group) -> dict[int, bytes]:
 
     def rows_of(part: bytes, nbytes: int) -> list[bytes]:
         row = tensor_of(part.ljust(nbytes, b"\0")).to(device)
-        return [bytes_of(received) for received in gather_rows(row, group).cpu()]
+        rows = gather_rows(row, group)
+        return [bytes_of(received) for received in (rows.cpu() if is_kept else ())]
 
-    rows = rows_of(len(data).to_bytes(LENGTH, "big") + data[: HEAD - LENGTH], HEAD)
-    lengths = [int.from_bytes(row[:LENGTH], "big") for row in rows]
-    received = [bytearray(row[LENGTH:]) for row in rows]
+    head = len(data).to_bytes(LENGTH, "big") + data[: HEAD - LENGTH]
+    heads = gather_rows(tensor_of(head.ljust(HEAD, b"\0")).to(device), group)
+    lengths = [int.from_bytes(bytes_of(row), "big") for row in heads[:, :LENGTH].cpu()]
+    received = [bytearray(bytes_of(row)) for row in (heads[:, LENGTH:].cpu() if is_kept else ())]
     longest = max(lengths)
     if longest > MOST:
         raise ValueError(f"a message of {longest} bytes, where {MOST} are the most")
@@ -167,6 +173,7 @@ def gather_bytes(data: bytes, group: Group) -> dict[int, bytes]:
         nbytes = min(portion, longest - start)
         for whole, row in zip(received, rows_of(data[start : start + nbytes], nbytes)):
             whole += row
+    # Not kept, there is nothing in it.
     return {rank: bytes(whole[:length]) for rank, whole, length in zip(ranks, received, lengths)}
 
 
