@@ -18,13 +18,15 @@ but the index is written.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pickle
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +36,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT)] if str(ROOT) not in sys.path else []
 
 from torch_dcp_backport.dist_checkpointing._src import load, metadata, plans, replicas  # noqa: E402
-from torch_dcp_backport.dist_checkpointing._src.body import Output, Written  # noqa: E402
+from torch_dcp_backport.dist_checkpointing._src.body import Output, Records, Written  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.commit import file_of  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.records import form_of  # noqa: E402
+from torch_dcp_backport.dist_checkpointing._src.save import tables_of  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.table import (  # noqa: E402
-    Row,
+    Outline,
+    Rows,
     RowTable,
-    cells_of,
+    alike_of,
     findings_of,
 )
 
@@ -86,39 +90,49 @@ def cut_rows(shape: tuple[int, ...], part: int, parts: int) -> tuple[tuple[int, 
     return (start, *zeros), (min(each, shape[0] - start), *shape[1:])
 
 
-def fsdp(rank: int, ranks: int, keys: int) -> Iterator[Row]:
-    cuts = {shape: cut_rows(shape, rank, ranks) for shape in SHAPES}
-    for key, shape in keys_of(keys):
-        yield Row(key, DTYPE, shape, *cuts[shape], True, 0)
+class Place(NamedTuple):
+    """A rank's part of a layout."""
+
+    #: Ranks of one group have the same keys.
+    group: int
+    #: Its part along the first axis, of so many.
+    part: int
+    parts: int
+    is_main: bool = True
 
 
-def hsdp(rank: int, ranks: int, keys: int) -> Iterator[Row]:
+def fsdp(rank: int, ranks: int) -> Place:
+    return Place(0, rank, ranks)
+
+
+def hsdp(rank: int, ranks: int) -> Place:
     shards = min(64, ranks // 2)
-    cuts = {shape: cut_rows(shape, rank % shards, shards) for shape in SHAPES}
-    for key, shape in keys_of(keys):
-        yield Row(key, DTYPE, shape, *cuts[shape], rank < shards, 0)
+    return Place(0, rank % shards, shards, rank < shards)
 
 
-def ddp(rank: int, ranks: int, keys: int) -> Iterator[Row]:
-    for key, shape in keys_of(keys):
-        yield Row(key, DTYPE, shape, (0,) * len(shape), shape, rank == 0, 0)
+def ddp(rank: int, ranks: int) -> Place:
+    return Place(0, 0, 1, rank == 0)
 
 
-def moe(rank: int, ranks: int, keys: int) -> Iterator[Row]:
+def moe(rank: int, ranks: int) -> Place:
     """Experts on groups of ranks that share none, each cut over the ranks of its group."""
     groups = min(8, ranks)
-    cut = cut_rows(EXPERT, rank // groups, ranks // groups)
-    for state in STATES:
-        for number in range(rank % groups, keys // len(STATES), groups):
-            yield Row(f"{state}.experts.{number}.weight", DTYPE, EXPERT, *cut, True, rank % groups)
+    return Place(rank % groups, rank // groups, ranks // groups)
 
 
-LAYOUTS: dict[str, Callable[[int, int, int], Iterator[Row]]] = {
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "ddp": ddp,
-    "moe": moe,
-}
+LAYOUTS: dict[str, Callable[[int, int], Place]] = {"fsdp": fsdp, "hsdp": hsdp, "ddp": ddp, "moe": moe}
+
+
+@functools.cache
+def outline_of(layout: str, group: int, groups: int, keys: int) -> tuple[Outline, list[tuple[int, ...]]]:
+    """Return the keys of a group's ranks, and the shapes by the numbers of their forms."""
+    tensors = keys_of(keys)
+    if layout == "moe":
+        numbers = range(group, keys // len(STATES), groups)
+        tensors = [(f"{state}.experts.{number}.weight", EXPERT) for state in STATES for number in numbers]
+    shapes = list(dict.fromkeys(shape for _, shape in tensors))
+    forms = array("I", (shapes.index(shape) for _, shape in tensors))
+    return Outline([key for key, _ in tensors], forms), shapes
 
 
 # --- the parts that are measured ---
@@ -130,27 +144,46 @@ class Case(NamedTuple):
     ranks: int
 
     def table(self, rank: int) -> RowTable:
-        return RowTable(list(LAYOUTS[self.layout](rank, self.ranks, self.keys)))
+        """Return the table of a rank; no row is made."""
+        place = LAYOUTS[self.layout](rank, self.ranks)
+        outline, shapes = outline_of(self.layout, place.group, min(8, self.ranks), self.keys)
+        cuts = [cut_rows(shape, place.part, place.parts) for shape in shapes]
+        forms = [(DTYPE, shape, *cut, place.is_main, place.group, None) for shape, cut in zip(shapes, cuts)]
+        return RowTable(Rows(outline, forms))
 
 
 def planned(tables: dict[int, RowTable]) -> tuple[plans.Description, dict[int, Any]]:
     """Plan as the first rank does in a save; return the description and every rank's answer."""
     assert not findings_of(tables)
-    cells = cells_of(tables)
-    shares = plans.shares_of(tables, cells)
-    description = plans.Description(tables, shares)
-    shared = replicas.shared_by(replicas.replicas_in(cells), tables)
-    return description, {rank: (share, b"", shared[rank]) for rank, share in shares.items()}
+    alike = alike_of(tables)
+    plan = plans.plan_of(alike)
+    shared = replicas.shared_by(alike)
+    answers = {rank: (share, b"", shared[rank]) for rank, share in plan.shares().items()}
+    return plans.Description(plan), answers
 
 
-def output_of(case: Case, rank: int, table: RowTable, answer: Any) -> Output:
-    """Return what a rank says that has written its share."""
-    records, at = [], 0
-    for item in answer[0].tensors:
-        length = form_of(table.tensors[item.number].dtype, item.box.size).length
-        records.append(Written(at, length, (rank * 7919 + at) & 0xFFFFFFFF))
-        at += length
-    return Output(file_of(rank), at, records, [])
+class Outputs:
+    """What ranks say that have written their shares."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        #: Shares of boxes of the same sizes have records at the same places.
+        self._known: dict[Any, Records] = {}
+
+    def of(self, rank: int, share: plans.PackedShare) -> Output:
+        outline = self.case.table(rank).rows().outline
+        key: Any = outline.digest, tuple((box.size, repr(rows)) for box, rows in share.runs)
+        if key not in self._known:
+            records, at = [], 0
+            for item in share.share_of(outline).tensors:
+                length = form_of(DTYPE, item.box.size).length
+                records.append(Written(at, length, 0))
+                at += length
+            self._known[key] = Records.of(records)
+        known = self._known[key]
+        crcs = array("I", os.urandom(4 * len(known)))
+        records = Records(known.start, known.lengths, known.numbers, crcs, known.gaps)
+        return Output(file_of(rank), 1, records, [])
 
 
 def seconds() -> float:
@@ -170,26 +203,33 @@ def reset_peak() -> int:
 
 def measure(case: Case, tell: Callable[[str, float], None]) -> None:
     """Tell each column's figure once it is known."""
-    spent, sent, answers_bytes = 0.0, 0, 0
+    spent, sent = 0.0, 0
     messages: dict[int, bytes] = {}
+    outlines: set[bytes] = set()
     for rank in range(case.ranks):
-        messages[rank] = pickle.dumps(case.table(rank))
+        rows = case.table(rank).rows()
+        # Of the ranks with the same keys, the first one sends them.
+        sent_keys = rows.outline if rows.outline.digest not in outlines else rows.outline.digest
+        outlines.add(rows.outline.digest)
+        messages[rank] = pickle.dumps((sent_keys, rows.forms, ()))
         sent += len(messages[rank])
     tell("up", sent)
     before = reset_peak()
     began = seconds()
     # One by one, as they arrive.
-    tables = {rank: pickle.loads(messages.pop(rank)) for rank in range(case.ranks)}
+    heard = {rank: (*pickle.loads(messages.pop(rank)), b"") for rank in range(case.ranks)}
+    tables = tables_of(heard)
     description, answers = planned(tables)
     packed = {rank: pickle.dumps(answer) for rank, answer in answers.items()}
     spent = seconds() - began
     tell("plan", spent)
     tell("down", sum(map(len, packed.values())))
     answers.clear()
-    outputs_packed = {}
-    for rank in range(case.ranks):
-        output = output_of(case, rank, case.table(rank), pickle.loads(packed.pop(rank)))
-        outputs_packed[rank] = pickle.dumps(output)
+    written = Outputs(case)
+    outputs_packed = {
+        rank: pickle.dumps(written.of(rank, pickle.loads(packed.pop(rank))[0])) for rank in range(case.ranks)
+    }
+    del written
     del tables
     began = seconds()
     outputs = {rank: pickle.loads(data) for rank, data in outputs_packed.items()}
@@ -204,7 +244,7 @@ def measure(case: Case, tell: Callable[[str, float], None]) -> None:
     tell("again", seconds() - began)
     del outputs, outputs_packed, description
     rank = case.ranks // 2
-    rows = case.table(rank).tensors
+    rows = list(case.table(rank).tensors)
     before = reset_peak()
     began = seconds()
     index = metadata.from_bytes(data)

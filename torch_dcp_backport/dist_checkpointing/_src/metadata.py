@@ -11,18 +11,16 @@ import functools
 import itertools
 import math
 import operator
-import pickle
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
-from torch_dcp_backport.dist_checkpointing._src import sharded_tensor, unpickle
-from torch_dcp_backport.dist_checkpointing._src.body import Words, bytes_to_words, words_to_bytes
+from torch_dcp_backport.dist_checkpointing._src import columns, sharded_tensor, unpickle
+from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
+from torch_dcp_backport.dist_checkpointing._src.columns import FORMAT, ORIGINAL, OURS, TRAILER
 from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     FOREIGN,
     METADATA,
@@ -33,19 +31,8 @@ from torch_dcp_backport.dist_checkpointing._src.unpickle import (
 from torch_dcp_backport.transfer import Along, Box, gc_context, intersection
 
 NAME = ".metadata"
-#: The attribute of torch's `Metadata` with our own data.
-OURS = "torch_dcp_backport"
-#: The format of that data; a higher number is of a later release.
-FORMAT = 1
 #: No file and no tensor has more bytes; beyond it sums of sizes do not fit into a file offset.
 LARGEST = 2**62
-#: Megatron's name for the shape of a tensor that is stored folded.
-ORIGINAL = "nd_reformulated_orig_global_shape"
-#: Stands for a byte of a checksum that is not known yet; and so do numbers that are pickled with eight bytes.
-HOLE = b"\xa5"
-UNKNOWN = (2**62 + 1, 2**62 + 2)
-LONG = pickle.LONG1 + b"\x08"
-TRAILER = b"torch_dcp_backport crc32 "
 #: Of a tensor its dtype, its shape, and its boxes with the bytes of their values.
 Form = tuple[torch.dtype, tuple[int, ...], list[tuple[Box, int]]]
 
@@ -173,87 +160,61 @@ class Index:
         return ends
 
 
-class Template:
-    """The content of `.metadata` but for its checksums: saved again and again, it differs in these alone."""
+class StoredBlock(columns.Block):
+    """Tensors of an index."""
 
-    def __init__(self, index: Index) -> None:
-        """`index.common` says whether there is a common state."""
-        #: Of the records, in the order of their checksums.
-        self.places: list[RecordPlace] = []
-        with gc_context():
-            torch_metadata = self._torch_metadata_of(index)
-            count = len(self.places)
-            common = None if index.common is None else UNKNOWN
-            setattr(torch_metadata, OURS, {"format": FORMAT, "crc32": HOLE * 4 * count, "common": common})
-            self._data = pickle.dumps(torch_metadata)
-        # They are pickled last: no bytes behind them are alike.
-        self._sums_at = self._data.rindex(HOLE * 4 * count)
-        self._common_at = [self._data.rindex(LONG + eight(number)) + len(LONG) for number in common or ()]
+    def __init__(self, keys: Sequence[str], tensors: Sequence[Stored], numbers: Mapping[str, int]) -> None:
+        """`numbers`: of the files."""
+        first = tensors[0]
+        boxes = [chunk.box for chunk in first.chunks]
+        super().__init__(keys, first.dtype, first.shape, first.original, boxes)
+        self._numbers = numbers
+        self._places = [[chunk.place for chunk in stored.chunks] for stored in tensors]
 
-    def _torch_metadata_of(self, index: Index) -> Any:
-        entries: dict[str, Any] = {}
-        places: dict[Any, Any] = {}
-        # Layers have the same boxes, and are alike: each kind is made and pickled once.
-        boxes: dict[Box, Any] = {}
-        kinds: dict[Any, Any] = {}
-        properties = functools.lru_cache(maxsize=None)(lambda dtype: metadata.TensorProperties(dtype=dtype))
-        for key, stored in index.tensors.items():
-            chunks = []
-            for chunk in stored.chunks:
-                known = boxes.get(chunk.box)
-                if known is None:
-                    sizes = torch.Size(chunk.box.offset), torch.Size(chunk.box.size)
-                    known = boxes[chunk.box] = metadata.ChunkStorageMetadata(*sizes)
-                chunks.append(known)
-                places[metadata.MetadataIndex(key, known.offsets)] = info_of(chunk.place)
-                self.places.append(chunk.place)
-            kind = stored.dtype, stored.shape, *map(id, chunks)
-            if kind not in kinds:
-                shape = torch.Size(stored.shape)
-                kinds[kind] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
-            entries[key] = kinds[kind]
-        for key, place in index.objects.items():
-            entries[key] = metadata.BytesStorageMetadata()
-            places[metadata.MetadataIndex(key)] = info_of(place)
-            self.places.append(place)
-        entries = {key: entries[key] for key in index.order or entries}
-        # Planner data of None breaks torch's own dcp_to_torch_save.
-        result: Any = metadata.Metadata(entries, planner_data=index.planner_data or {}, storage_data=places)
-        result.storage_meta = metadata.StorageMeta()
-        # Megatron up to 0.15 looks there for the shapes of flattened tensors.
-        result.mcore_data = {
-            key: {ORIGINAL: torch.Size(stored.original)}
-            for key, stored in index.tensors.items()
-            if stored.original is not None
-        }
-        return result
+    def longest(self) -> int:
+        return max((place.length for places in self._places for place in places), default=0)
 
-    def filled(self, sums: Words, common: Optional[tuple[int, int]]) -> bytes:
-        """Return the content.
+    def columns(self) -> columns.Columns:
+        files, offsets, lengths = (
+            torch.tensor([[of(place) for place in places] for places in self._places], dtype=dtype)
+            for of, dtype in (
+                (lambda place: self._numbers[place.file], torch.int32),
+                (lambda place: place.offset, torch.int64),
+                (lambda place: place.length, torch.int64),
+            )
+        )
+        return columns.Columns(files, offsets, lengths)
 
-        Args:
-            sums: the checksum of every record, in the order of `places`.
-            common: bytes and checksum of the common state, where there is one.
-        """
-        data, words = bytearray(self._data), words_to_bytes(sums)
-        data[self._sums_at : self._sums_at + len(words)] = words
-        for at, number in zip(self._common_at, common or ()):
-            data[at : at + 8] = eight(number)
-        return b"".join((data, TRAILER, zlib.crc32(data).to_bytes(4, "big")))
+    def crcs(self) -> torch.Tensor:
+        sums = [[place.crc or 0 for place in places] for places in self._places]
+        return torch.tensor(sums, dtype=torch.int64).to(torch.int32)
 
 
-def eight(number: int) -> bytes:
-    return number.to_bytes(8, "little")
+def listing_of(index: Index) -> columns.Listing:
+    """Return what the `.metadata` of an index lists."""
+    numbers: dict[str, int] = {}
+    for _, place in index.places():
+        numbers.setdefault(place.file, len(numbers))
+    alike: dict[Any, list[str]] = {}
+    for key, stored in index.tensors.items():
+        boxes = tuple(chunk.box for chunk in stored.chunks)
+        alike.setdefault((stored.dtype, stored.shape, stored.original, boxes), []).append(key)
+    return columns.Listing(
+        [StoredBlock(keys, [index.tensors[key] for key in keys], numbers) for keys in alike.values()],
+        [
+            columns.ObjectPlace(key, numbers[place.file], place.offset, place.length, place.crc or 0)
+            for key, place in index.objects.items()
+        ],
+        list(numbers),
+        index.order or [*index.tensors, *index.objects],
+        index.planner_data,
+        index.common,
+    )
 
 
 def to_bytes(index: Index) -> bytes:
     """Return the content of `.metadata`."""
-    template = Template(index)
-    return template.filled(array("I", (place.crc or 0 for place in template.places)), index.common)
-
-
-def info_of(place: RecordPlace) -> Any:
-    return filesystem._StorageInfo(place.file, place.offset, place.length)
+    return b"".join(columns.Content(listing_of(index)))
 
 
 def from_bytes(data: bytes) -> Index:
