@@ -11,7 +11,8 @@ but the index is written.
     up       bytes of tables that rank 0 gets, and bytes of shares that it sends (`down`)
     plan     rank 0: from the tables to every rank's share
     index    rank 0: from every rank's records to the content of `.metadata`; `again` with the plan kept
-    peak     rank 0: its most memory above that before the plan
+    peak     rank 0: its most memory above that before the plan; `size` of `.metadata`
+    read     rank 0: from `.metadata` to the index that every rank gets, of `sent` bytes
     load     another rank: from the index that it gets to the reads of its own boxes; its memory; its files
 """
 
@@ -19,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import pickle
 import resource
 import signal
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable
@@ -35,7 +38,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from torch_dcp_backport.dist_checkpointing._src import load, metadata, plans, replicas  # noqa: E402
+from torch_dcp_backport.dist_checkpointing._src import load, metadata, packed, plans, replicas  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.body import Output, Records, Written  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.commit import file_of  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.records import form_of  # noqa: E402
@@ -63,7 +66,7 @@ SHAPES = (
 EXPERT = (1536, 4096)
 STATES = ("model", "optimizer.state.exp_avg", "optimizer.state.exp_avg_sq")
 DTYPE = torch.float32
-COLUMNS = ("up", "plan", "down", "index", "peak", "size", "again", "load", "memory", "files")
+COLUMNS = ("up", "plan", "down", "index", "peak", "size", "again", "read", "sent", "load", "memory", "files")
 
 
 # --- tables ---
@@ -201,7 +204,13 @@ def reset_peak() -> int:
     return peak()
 
 
-def measure(case: Case, tell: Callable[[str, float], None]) -> None:
+def write(path: Path, description: plans.Description, outputs: dict[int, Output]) -> None:
+    with open(path, "wb") as file:
+        for piece in description.content(outputs, (0, 0)):
+            file.write(piece)
+
+
+def measure(case: Case, path: Path, tell: Callable[[str, float], None]) -> None:
     """Tell each column's figure once it is known."""
     spent, sent = 0.0, 0
     messages: dict[int, bytes] = {}
@@ -220,34 +229,40 @@ def measure(case: Case, tell: Callable[[str, float], None]) -> None:
     heard = {rank: (*pickle.loads(messages.pop(rank)), b"") for rank in range(case.ranks)}
     tables = tables_of(heard)
     description, answers = planned(tables)
-    packed = {rank: pickle.dumps(answer) for rank, answer in answers.items()}
+    shares = {rank: pickle.dumps(answer) for rank, answer in answers.items()}
     spent = seconds() - began
     tell("plan", spent)
-    tell("down", sum(map(len, packed.values())))
+    tell("down", sum(map(len, shares.values())))
     answers.clear()
     written = Outputs(case)
     outputs_packed = {
-        rank: pickle.dumps(written.of(rank, pickle.loads(packed.pop(rank))[0])) for rank in range(case.ranks)
+        rank: pickle.dumps(written.of(rank, pickle.loads(shares.pop(rank))[0])) for rank in range(case.ranks)
     }
     del written
     del tables
     began = seconds()
     outputs = {rank: pickle.loads(data) for rank, data in outputs_packed.items()}
-    data = description.to_bytes(outputs, (0, 0))
+    write(path, description, outputs)
     tell("index", seconds() - began)
     tell("peak", peak() - before)
-    tell("size", len(data))
+    tell("size", path.stat().st_size)
     del outputs
     began = seconds()
     outputs = {rank: pickle.loads(data) for rank, data in outputs_packed.items()}
-    data = description.to_bytes(outputs, (0, 0))
+    write(path, description, outputs)
     tell("again", seconds() - began)
     del outputs, outputs_packed, description
+    began = seconds()
+    data = pickle.dumps(packed.read(path) or path.read_bytes())
+    tell("read", seconds() - began)
+    tell("sent", len(data))
     rank = case.ranks // 2
     rows = list(case.table(rank).tensors)
     before = reset_peak()
     began = seconds()
-    index = metadata.from_bytes(data)
+    described = pickle.loads(data)
+    is_packed = isinstance(described, packed.Packed)
+    index = metadata.from_packed(described) if is_packed else metadata.from_bytes(described)
     wanted = [load.wanted_of(index, row, None, False) for row in rows]
     files = {place.file for _, place in load.places_of(index, wanted, ())}
     tell("load", seconds() - began)
@@ -258,7 +273,7 @@ def measure(case: Case, tell: Callable[[str, float], None]) -> None:
 # --- lines ---
 
 
-def line_of(case: Case, limit: float, memory: int) -> dict[str, str]:
+def line_of(case: Case, path: Path, limit: float, memory: int) -> dict[str, str]:
     """Measure a case in a process of its own, up to the limits."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -269,7 +284,7 @@ def line_of(case: Case, limit: float, memory: int) -> dict[str, str]:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
             with os.fdopen(writer, "w", buffering=1) as pipe:
                 try:
-                    measure(case, lambda name, value: print(name, value, file=pipe))
+                    measure(case, path, lambda name, value: print(name, value, file=pipe))
                     code = 0
                 except MemoryError:
                     print("end memory", file=pipe)
@@ -287,7 +302,7 @@ def line_of(case: Case, limit: float, memory: int) -> dict[str, str]:
 
 
 def spelled(name: str, value: float) -> str:
-    if name in ("plan", "index", "again", "load"):
+    if name in ("plan", "index", "again", "read", "load"):
         return f"{value:.2f} s"
     return f"{value:.0f}" if name == "files" else f"{value / MIB:.1f} MiB"
 
@@ -305,12 +320,11 @@ def main() -> None:
     torch.set_num_threads(1)
     form = "{:<5} {:>6} {:>6}" + " {:>11}" * len(COLUMNS)
     print(form.format("", "keys", "ranks", *COLUMNS), flush=True)
-    for layout in options.layouts:
-        for keys in options.keys:
-            for ranks in options.ranks:
-                case = Case(layout, keys, ranks)
-                line = line_of(case, options.limit, int(options.memory * 2**30))
-                print(form.format(*case, *line.values()), flush=True)
+    cases = itertools.product(options.layouts, options.keys, options.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in itertools.starmap(Case, cases):
+            line = line_of(case, Path(folder) / metadata.NAME, options.limit, int(options.memory * 2**30))
+            print(form.format(*case, *line.values()), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ the checksums alone: they come last.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from torch_dcp_backport.dist_checkpointing._src import packed
+from torch_dcp_backport.dist_checkpointing._src.packed import TRAILER, PackedBlock
 from torch_dcp_backport.transfer import Box, gc_context
 
 #: The attribute of torch's `Metadata` with our own data.
@@ -27,7 +30,6 @@ OURS = "torch_dcp_backport"
 FORMAT = 1
 #: Megatron's name for the shape of a tensor that is stored folded.
 ORIGINAL = "nd_reformulated_orig_global_shape"
-TRAILER = b"torch_dcp_backport crc32 "
 #: Bytes of records that are made at once.
 PIECE = 4 * 2**20
 #: Up to so many bytes before the checksums are kept for the next save by the same plan; more are made again.
@@ -73,6 +75,10 @@ class Block:
     def columns(self) -> Columns:
         """Return the places of the records."""
         raise NotImplementedError
+
+    def packed(self) -> Optional[PackedBlock]:
+        """Return the block as few numbers; None where nothing is known of them."""
+        return None
 
     def crcs(self) -> torch.Tensor:
         """Return the checksums of the records, a row for each tensor."""
@@ -242,7 +248,7 @@ def records_of_objects(head: Head, listing: Listing) -> bytes:
 
 
 def before_sums(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
-    """Yield the content up to the checksums of records: the same for every save by one plan."""
+    """Yield the content up to the packed index: the same for every save by one plan."""
     with gc_context():
         head = head_of(listing)
     entries, planner_data, storage_meta, folded = head.values[-1]
@@ -259,9 +265,22 @@ def before_sums(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
     for number, block in enumerate(listing.blocks):
         yield from records_of(head, number, block, files)
     yield records_of_objects(head, listing)
-    yield names[5] + b"}(" + text("format") + b"K%c" % FORMAT + text("crc32")
-    count = sum(len(block.keys) * len(block.boxes) for block in listing.blocks) + len(listing.objects)
-    yield b"B" + struct.pack("<I", 4 * count) if 4 * count < 2**32 else b"\x8e" + struct.pack("<Q", 4 * count)
+    yield names[5] + b"}(" + text("format") + b"K%c" % FORMAT
+
+
+def bytes_head(nbytes: int) -> bytes:
+    """Return the beginning of the instruction that makes so many bytes."""
+    return b"B" + struct.pack("<I", nbytes) if nbytes < 2**32 else b"\x8e" + struct.pack("<Q", nbytes)
+
+
+def packed_of(listing: Listing) -> bytes:
+    """Return the packed index; nothing where a block has none, or torch's planner has data of its own."""
+    blocks = [block.packed() for block in listing.blocks]
+    known = [block for block in blocks if block is not None]
+    if listing.planner_data or len(known) != len(blocks):
+        return b""
+    objects = ((place.key, place.file, place.offset, place.length) for place in listing.objects)
+    return packed.to_bytes(known, objects, listing.files, listing.order)
 
 
 def text(value: str) -> bytes:
@@ -271,7 +290,7 @@ def text(value: str) -> bytes:
 
 
 def sums_of(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
-    """Yield the checksums of records and what follows, in the order of the records."""
+    """Yield the checksums of records, in the order of the records."""
     for block in listing.blocks:
         if block.keys and block.boxes:
             sums = block.crcs()
@@ -279,14 +298,14 @@ def sums_of(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
             filled(torch.frombuffer(data, dtype=torch.uint8).view(*sums.shape, 4), 0, sums)
             yield data
     yield struct.pack(f"<{len(listing.objects)}I", *(place.crc for place in listing.objects))
-    common = b"N" if listing.common is None else b"".join(map(eight, listing.common)) + b"\x86"
-    yield text("common") + common + b"uub."
 
 
 class Beginning:
-    """The content up to the checksums, where it was kept."""
+    """The content up to the checksums, where it was kept, and what is known of it."""
 
+    #: None where it was not kept.
     data: Optional[bytes] = None
+    index: bytes = b""
 
 
 class Content:
@@ -297,13 +316,44 @@ class Content:
         self._listing = listing
         self._beginning = beginning or Beginning()
 
+    @functools.cached_property
+    def index(self) -> bytes:
+        """The packed index; empty where there is none."""
+        if self._beginning.data is not None:
+            return self._beginning.index
+        return packed_of(self._listing)
+
+    @property
+    def sum_bytes(self) -> int:
+        """The bytes of the records' checksums."""
+        count = sum(len(block.keys) * len(block.boxes) for block in self._listing.blocks)
+        return 4 * (count + len(self._listing.objects))
+
     def __iter__(self) -> Iterator[Union[bytes, bytearray]]:
-        crc = 0
-        for pieces in self._begin(), sums_of(self._listing):
-            for piece in pieces:
-                crc = zlib.crc32(piece, crc)
-                yield piece
-        yield TRAILER + crc.to_bytes(4, "big")
+        crc = at = 0
+        index, sum_bytes = self.index, self.sum_bytes
+        head = text("crc32") + bytes_head(sum_bytes)
+        for piece in self._begin():
+            crc, at = zlib.crc32(piece, crc), at + len(piece)
+            yield piece
+        if index:
+            # Before the checksums: all up to these is the same for each save by one plan.
+            name = text("packed") + bytes_head(len(index))
+            index_at = at + len(name)
+            head = name + index + head
+        crc, at = zlib.crc32(head, crc), at + len(head)
+        yield head
+        sums_crc = 0
+        for piece in sums_of(self._listing):
+            crc, sums_crc = zlib.crc32(piece, crc), zlib.crc32(piece, sums_crc)
+            yield piece
+        common = self._listing.common
+        end = text("common") + (b"N" if common is None else b"".join(map(eight, common)) + b"\x86")
+        if index:
+            foot = packed.foot_of(index, index_at, (at, sum_bytes, sums_crc), common)
+            end += text("foot") + bytes_head(len(foot)) + foot
+        end += packed.END
+        yield end + TRAILER + zlib.crc32(end, crc).to_bytes(4, "big")
 
     def _begin(self) -> Iterator[Union[bytes, bytearray]]:
         if self._beginning.data is not None:
@@ -319,4 +369,5 @@ class Content:
                 kept.clear()
             yield piece
         if nbytes <= KEPT:
+            self._beginning.index = self.index
             self._beginning.data = b"".join(kept)

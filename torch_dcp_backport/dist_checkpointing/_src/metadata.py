@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing._src import columns, sharded_tensor, unpickle
+from torch_dcp_backport.dist_checkpointing._src import columns, packed, sharded_tensor, unpickle
 from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
-from torch_dcp_backport.dist_checkpointing._src.columns import FORMAT, ORIGINAL, OURS, TRAILER
+from torch_dcp_backport.dist_checkpointing._src.columns import FORMAT, ORIGINAL, OURS
+from torch_dcp_backport.dist_checkpointing._src.packed import TRAILER, PackedBlock
 from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     FOREIGN,
     METADATA,
@@ -121,6 +122,95 @@ class Stored:
             yield sharded_tensor.folded(places, box.offset[-1], box.offset[-1] + extent), number * extent
 
 
+class ColumnBlock:
+    """Tensors of a packed index that are stored alike: a chunk is made when it is asked for."""
+
+    def __init__(self, block: PackedBlock, files: Sequence[str], sums: torch.Tensor) -> None:
+        """`sums`: a row of checksums for each tensor."""
+        self.block = block
+        self._names = files
+        self._sums = sums
+        self.lengths, self._which, self._files = (
+            column.tolist() for column in (block.lengths, block.which, block.files)
+        )
+
+    @functools.cached_property
+    def boxes(self) -> list[Box]:
+        return packed.boxes_of(self.block)
+
+    @functools.cached_property
+    def columns(self) -> dict[Box, int]:
+        """Box -> its number."""
+        return {box: number for number, box in enumerate(self.boxes)}
+
+    @functools.cached_property
+    def along(self) -> Along[int]:
+        return Along(range(len(self.boxes)), self.boxes.__getitem__)
+
+    def chunk(self, tensor: int, column: int) -> Chunk:
+        file = self._files[column]
+        file = file if file >= 0 else int(self.block.spread[-1 - file, tensor])
+        offset = int(self.block.offsets[self._which[column], tensor])
+        crc = int(self._sums[tensor, column]) & 0xFFFFFFFF
+        place = RecordPlace(self._names[file], offset, self.lengths[column], crc)
+        return Chunk(self.boxes[column], place)
+
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """Yield the ends of last records in files."""
+        lasts = self.block.offsets.amax(1).tolist() if self.block.offsets.numel() else []
+        for column, (length, which, file) in enumerate(zip(self.lengths, self._which, self._files)):
+            if file >= 0:
+                yield self._names[file], lasts[which] + length
+                continue
+            ends: dict[int, int] = {}
+            spread = self.block.spread[-1 - file].tolist()
+            for number, offset in zip(spread, self.block.offsets[self._which[column]].tolist()):
+                ends[number] = max(ends.get(number, 0), offset + length)
+            yield from ((self._names[number], end) for number, end in ends.items())
+
+
+class ColumnChunks(Sequence[Chunk]):
+    """The chunks of a tensor in a block."""
+
+    def __init__(self, block: ColumnBlock, tensor: int) -> None:
+        self._block = block
+        self._tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self._block.lengths)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        return self._block.chunk(self._tensor, number % len(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ColumnStored(Stored):
+    """A tensor of a packed index."""
+
+    def __init__(self, block: ColumnBlock, tensor: int) -> None:
+        facts = block.block
+        super().__init__(facts.dtype, facts.shape, (), facts.original)
+        self.chunks = ColumnChunks(block, tensor)
+        self._block, self._tensor = block, tensor
+
+    def parts_of(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        column = self._block.columns.get(box)
+        if column is not None:
+            chunk = self._block.chunk(self._tensor, column)
+            yield chunk, chunk.box
+            return
+        for column, part in self._block.along.common(box):
+            yield self._block.chunk(self._tensor, column), part
+
+
 class Index:
     """The tensors and objects of a checkpoint, and their places."""
 
@@ -136,6 +226,8 @@ class Index:
         self.order: list[str] = []
         #: (bytes, checksum) of `common.pt`, in ours.
         self.common: Optional[tuple[int, int]] = None
+        #: The blocks of its tensors, where it was packed.
+        self.blocks: Optional[list[ColumnBlock]] = None
 
     def places(self) -> Iterator[tuple[str, RecordPlace]]:
         """Yield (key, place) of every record."""
@@ -153,10 +245,15 @@ class Index:
     @functools.cached_property
     def ends(self) -> dict[str, int]:
         """File -> the end of its last record."""
+        places: Iterable[RecordPlace] = (place for _, place in self.places())
         ends: dict[str, int] = {}
-        for _, (file, offset, length, _) in self.places():
-            if offset + length > ends.get(file, -1):
-                ends[file] = offset + length
+        if self.blocks is not None:
+            places = self.objects.values()
+            for block in self.blocks:
+                for file, end in block.ends():
+                    ends[file] = max(ends.get(file, -1), end)
+        for file, offset, length, _ in places:
+            ends[file] = max(ends.get(file, -1), offset + length)
         return ends
 
 
@@ -215,6 +312,37 @@ def listing_of(index: Index) -> columns.Listing:
 def to_bytes(index: Index) -> bytes:
     """Return the content of `.metadata`."""
     return b"".join(columns.Content(listing_of(index)))
+
+
+def from_packed(data: packed.Packed) -> Index:
+    """Return the index that is packed.
+
+    Raises:
+        Refused: it is damaged.
+    """
+    unpacked = packed.from_bytes(data.data)
+    index = Index()
+    index.is_ours, index.common, index.planner_data, index.order = True, data.common, {}, unpacked.order
+    files = [file_name(name) for name in unpacked.files]
+    sums = bytes_to_words(data.sums)
+    count = sum(len(block.keys) * len(block.boxes) for block in unpacked.blocks)
+    if len(sums) != count + len(unpacked.objects):
+        raise Refused("it has not as many checksums as records")
+    # Of the same memory: checksums are most of what a packed index has.
+    words = torch.frombuffer(sums, dtype=torch.int32) if sums else torch.zeros(0, dtype=torch.int32)
+    index.blocks, at = [], 0
+    tensors: dict[str, Stored] = {}
+    for block in unpacked.blocks:
+        shape = len(block.keys), len(block.boxes)
+        own = words[at : at + math.prod(shape)].view(shape)
+        at += math.prod(shape)
+        index.blocks.append(ColumnBlock(block, files, own))
+        for number, key in enumerate(block.keys):
+            tensors[key] = ColumnStored(index.blocks[-1], number)
+    for (key, file, offset, length), crc in zip(unpacked.objects, sums[count:]):
+        index.objects[key] = RecordPlace(files[file], offset, length, crc)
+    index.tensors = {key: tensors[key] for key in index.order if key in tensors}
+    return index
 
 
 def from_bytes(data: bytes) -> Index:

@@ -27,6 +27,7 @@ from torch_dcp_backport.dist_checkpointing._src.columns import (
     Listing,
     ObjectPlace,
 )
+from torch_dcp_backport.dist_checkpointing._src.packed import PackedBlock
 from torch_dcp_backport.dist_checkpointing._src.records import form_of
 from torch_dcp_backport.dist_checkpointing._src.table import (
     Alike,
@@ -414,6 +415,52 @@ class PlannedBlock(Block):
             lengths[piece.column] = self._written.length(piece.rank, int(numbers[0]))
         return Columns(files.t(), offsets.t(), lengths.expand(shape[::-1]))
 
+    def packed(self) -> PackedBlock:
+        shape = len(self.boxes), len(self.keys)
+        by_column: list[list[tuple[Piece, torch.Tensor]]] = [[] for _ in self.boxes]
+        for entry in self._pieces:
+            by_column[entry[0].column].append(entry)
+        # Columns of ranks that have the same records at the same places are one.
+        known: dict[Any, int] = {}
+        offsets: list[torch.Tensor] = []
+        spread: list[torch.Tensor] = []
+        which, files = array("q"), array("q")
+        for pieces in by_column:
+            key = tuple(
+                (id(self._written.layout(piece.rank)), id(numbers), id(piece.tensors))
+                for piece, numbers in pieces
+            )
+            if key not in known:
+                known[key] = len(offsets)
+                offsets.append(torch.zeros(shape[1], dtype=torch.int64))
+                for piece, numbers in pieces:
+                    where = slice(None) if piece.tensors is None else wide(piece.tensors)
+                    offsets[-1][where] = self._written.offsets(piece.rank, numbers)
+            which.append(known[key])
+            if len(pieces) == 1 and pieces[0][0].tensors is None:
+                files.append(self._written.files[pieces[0][0].rank])
+                continue
+            spread.append(torch.zeros(shape[1], dtype=torch.int64))
+            for piece, _ in pieces:
+                where = slice(None) if piece.tensors is None else wide(piece.tensors)
+                spread[-1][where] = self._written.files[piece.rank]
+            files.append(-len(spread))
+        lengths = [self._written.length(pieces[0][0].rank, int(pieces[0][1][0])) for pieces in by_column]
+        boxes = [(box.offset, box.size) for box in self.boxes]
+        none = torch.zeros((0, shape[1]), dtype=torch.int64)
+        return PackedBlock(
+            self.keys,
+            self.dtype,
+            self.shape,
+            self.original,
+            torch.tensor(boxes, dtype=torch.int64).view(shape[0], 2, len(self.shape)),
+            torch.tensor(lengths, dtype=torch.int64),
+            torch.tensor(which, dtype=torch.int64),
+            torch.tensor(files, dtype=torch.int64),
+            torch.stack(offsets) if offsets else none,
+            torch.stack(spread) if spread else none,
+        )
+
     def crcs(self) -> torch.Tensor:
         sums = torch.empty((len(self.boxes), len(self.keys)), dtype=torch.int32)
         for piece, numbers in self._pieces:
@@ -429,16 +476,23 @@ class Written:
         self.records = records
         self.files = {rank: number for number, rank in enumerate(records)}
         #: Records at the same places in their files have the same numbers: ranks of a regular cut have.
-        self._offsets: dict[Any, torch.Tensor] = {}
-        self._layouts: dict[int, Any] = {}
+        self._known: dict[Any, torch.Tensor] = {}
+        self._layouts: dict[int, torch.Tensor] = {}
 
-    def offsets(self, rank: int, numbers: torch.Tensor) -> torch.Tensor:
+    def layout(self, rank: int) -> torch.Tensor:
+        """Return the offsets of a rank's records, which ranks share that have the same ones."""
         layout = self._layouts.get(rank)
         if layout is None:
-            layout = self._layouts[rank] = self.records[rank][1].places()
-            if layout not in self._offsets:
-                self._offsets[layout] = torch.tensor(list(self.records[rank][1].offsets()), dtype=torch.int64)
-        return self._offsets[layout][numbers]
+            records = self.records[rank][1]
+            layout = self._known.get(records.places())
+            if layout is None:
+                layout = torch.tensor(list(records.offsets()), dtype=torch.int64)
+                self._known[records.places()] = layout
+            self._layouts[rank] = layout
+        return layout
+
+    def offsets(self, rank: int, numbers: torch.Tensor) -> torch.Tensor:
+        return self.layout(rank)[numbers]
 
     def length(self, rank: int, number: int) -> int:
         records = self.records[rank][1]
