@@ -464,12 +464,12 @@ def test_an_index_that_no_load_takes_is_refused_at_the_save(
     ranks, tmp_path: Path, count: int, what: str
 ) -> None:
     """Also where only the finished index tells: then nothing of the save is left."""
-    for error, left in ranks(save_more_than_a_load_takes, str(tmp_path), 40_000, count, world=2):
+    for error, left in ranks(save_more_than_a_load_takes, str(tmp_path), 3_000, count, world=2):
         assert re.search(rf"rank 0: an index too large to be loaded: \.metadata .*{what} bytes", error), error
         assert left == []
 
 
 def test_an_index_of_the_largest_size_is_saved_and_loaded(ranks, tmp_path: Path) -> None:
-    assert [error for error, _ in ranks(save_more_than_a_load_takes, str(tmp_path), 40_000, 50, world=2)] == [
+    assert [error for error, _ in ranks(save_more_than_a_load_takes, str(tmp_path), 3_000, 150, world=2)] == [
         ""
     ] * 2

@@ -329,6 +329,13 @@ class Content:
         count = sum(len(block.keys) * len(block.boxes) for block in self._listing.blocks)
         return 4 * (count + len(self._listing.objects))
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that a load sends to each rank."""
+        if self.index:
+            return len(self.index) + self.sum_bytes
+        return sum(map(len, self))
+
     def __iter__(self) -> Iterator[Union[bytes, bytearray]]:
         crc = at = 0
         index, sum_bytes = self.index, self.sum_bytes

@@ -17,6 +17,7 @@ from typing import Any, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing._src import integrity, metadata
 from torch_dcp_backport.dist_checkpointing._src.body import Output
+from torch_dcp_backport.dist_checkpointing._src.columns import Content
 from torch_dcp_backport.dist_checkpointing._src.metadata import Index
 from torch_dcp_backport.dist_checkpointing.core import (
     CONFIG_FNAME,
@@ -137,7 +138,7 @@ def publish(
 
 def publish_described(
     folder: Path,
-    described: Union[bytes, disk.Pieces],
+    described: Union[bytes, Content],
     common: bytes,
     outputs: Mapping[int, Output],
     is_hashed: bool = False,
@@ -145,13 +146,13 @@ def publish_described(
     """Write the small files; from the last on the folder is a checkpoint.
 
     Args:
-        described: the content of `.metadata`; or pieces of it, the same whenever they are asked for.
+        described: the content of `.metadata`.
         is_hashed: list the SHA-256 of every file, too; `outputs` has those of the ranks' files.
 
     Raises:
         Refusal: a rank's file is not in this folder; no load could take the small files.
     """
-    nbytes = len(described) if isinstance(described, bytes) else sum(map(len, described))
+    nbytes = len(described) if isinstance(described, bytes) else described.sent_bytes
     refuse_too_large(outputs, nbytes + len(common), "their size")
     end = time.monotonic() + PATIENCE
     findings = [
@@ -183,7 +184,8 @@ def refuse_too_large(ranks: Iterable[int], nbytes: int, what: str) -> None:
 
     Args:
         ranks: those that save.
-        nbytes: of `.metadata` and the common state; before the save is written, a lower bound.
+        nbytes: of the index, with its checksums, and the common state; before the save is written, a lower
+            bound.
         what: what `nbytes` is, for the error.
 
     Raises:

@@ -29,7 +29,6 @@ from torch_dcp_backport.dist_checkpointing._src import (
 )
 from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
-from torch_dcp_backport.dist_checkpointing._src.columns import LEAST
 from torch_dcp_backport.dist_checkpointing._src.commit import Claim
 from torch_dcp_backport.dist_checkpointing._src.plans import Item, Plan, WriteShare, plan_of
 from torch_dcp_backport.dist_checkpointing._src.staged import Staged, give_back, staged
@@ -351,9 +350,9 @@ def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.K
             numbers = {number for _, number, _, _ in meeting.heard.values()}
             is_known = kept is not None and kept.digests == digests and numbers == {kept.number}
             is_alike = not compared or {state for _, _, state, _ in meeting.heard.values()} == {compared}
-            # One of the ranks with the same keys sends them.
-            senders_by_outline = {own: rank for rank, (_, _, _, own) in meeting.heard.items()}
-            meeting.answer((is_known, is_alike, set(senders_by_outline.values())))
+            # Of the ranks with the same keys the first one sends them.
+            senders = {meeting.heard[rank][-1]: rank for rank in sorted(meeting.heard, reverse=True)}
+            meeting.answer((is_known, is_alike, set(senders.values())))
     is_known, is_alike, senders = meeting.result
     ready = made.value
     if not is_alike:
@@ -418,7 +417,8 @@ def plan_at_first(
     findings = clashes(plan)
     if findings:
         raise Refusal(findings)
-    commit.refuse_too_large(tables, LEAST * plan.records() + len(ready.common), "the least size")
+    # Four bytes are the checksum of a record.
+    commit.refuse_too_large(tables, 4 * plan.records() + len(ready.common), "the least size")
     return plan, replicas.shared_by(alike) if saving.is_checked else {rank: {} for rank in tables}
 
 
