@@ -38,12 +38,18 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import (
     from_bytes,
     to_bytes,
 )
-from torch_dcp_backport.dist_checkpointing._src.plans import Holders, cut, least_loaded, shares_of
+from torch_dcp_backport.dist_checkpointing._src.plans import (
+    Holders,
+    WriteShare,
+    cut,
+    least_loaded,
+    plan_of,
+)
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.dist_checkpointing._src.table import (
     Row,
     RowTable,
-    cells_of,
+    alike_of,
     covered,
     fills,
     findings_of,
@@ -289,13 +295,18 @@ def rows_of(replicas: int, shards: int, sizes: list[int]) -> dict[int, RowTable]
     return tables
 
 
+def shares_of(tables: dict[int, RowTable], balanced: bool = True) -> dict[int, WriteShare]:
+    """What each rank writes, as it is told."""
+    packed = pickle.loads(pickle.dumps(plan_of(alike_of(tables), balanced).shares()))
+    return {rank: share.share_of(tables[rank].rows().outline) for rank, share in packed.items()}
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(10**5, 10**7), min_size=1, max_size=9))
 def test_replicas_are_written_once_and_by_all_alike(replicas: int, shards: int, sizes: list[int]) -> None:
     tables = rows_of(replicas, shards, [*sizes, 2 * sum(sizes)])
-    cells = cells_of(tables)
     assert findings_of(tables) == []
-    shares = shares_of(tables, cells)
+    shares = shares_of(tables)
     load = {rank: sum(item.box.numel for item in share.tensors) for rank, share in shares.items()}
     assert sum(load.values()) == 3 * sum(sizes) * shards
     grain = 2 * max(sum(load.values()) // len(load) // 20, 256 * 1024 // 4)
@@ -314,17 +325,17 @@ def test_the_least_loaded_holder_is_the_minimum_of_all(pieces: list[tuple[set[in
     """Also of sets of holders that overlap, whose heaps do not hear of each other."""
     load, queues = dict.fromkeys(range(7), 0), dict[tuple[int, ...], list[tuple[int, int]]]()
     for ranks, nbytes in pieces:
-        rank = least_loaded(Holders(min(ranks), 1, dict.fromkeys(ranks, 0)), load, queues)
+        rank = least_loaded(Holders(ranks), load, queues)
         assert rank == min(ranks, key=lambda one: (load[one], one))
         load[rank] += nbytes
 
 
 def test_hsdp_with_a_large_embedding_is_balanced() -> None:
     tables = rows_of(2, 2, [2**20] * 8 + [2**24])
-    shares = shares_of(tables, cells_of(tables))
+    shares = shares_of(tables)
     load = [sum(item.box.numel for item in share.tensors) for share in shares.values()]
     assert max(load) / (sum(load) / 4) <= 1.05
-    alone = shares_of(tables, cells_of(tables), balanced=False)
+    alone = shares_of(tables, balanced=False)
     assert [len(share.tensors) for share in alone.values()] == [9, 9, 0, 0]
 
 

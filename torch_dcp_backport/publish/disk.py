@@ -11,11 +11,13 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Optional, Union
 
+#: The content of a file, from its start on.
+Pieces = Iterable[Union[bytes, bytearray]]
 #: Called before every step of a save that a crash could come before: the seam of tests.
 on_step: Optional[Callable[[str], None]] = None
 
@@ -194,12 +196,13 @@ def write(path: Path, data: bytes, is_synced: bool = True) -> None:
     _write(path, data, is_synced, path.name)
 
 
-def publish(path: Path, data: bytes, is_synced: bool = True) -> None:
+def publish(path: Path, data: Union[bytes, Pieces], is_synced: bool = True) -> None:
     """Give a small file all of its content at once: readers see the old content, or all of the new.
 
     A link in its place is replaced, and its target is not touched.
 
     Args:
+        data: the content; or pieces of it, where it is large.
         is_synced: have it on disk before it gets its name; else a loss of power may leave it empty.
     """
     draft = path.with_name(f"{path.name}.new")
@@ -208,10 +211,13 @@ def publish(path: Path, data: bytes, is_synced: bool = True) -> None:
     os.replace(draft, path)
 
 
-def _write(path: Path, data: bytes, is_synced: bool, name: str) -> None:
+def _write(path: Path, data: Union[bytes, Pieces], is_synced: bool, name: str) -> None:
     step(f"write {name}")
     with created(path) as fd:
-        write_all(fd, data, 0)
+        at = 0
+        for piece in (data,) if isinstance(data, bytes) else data:
+            write_all(fd, piece, at)
+            at += len(piece)
         if is_synced:
             step(f"sync {name}")
             os.fsync(fd)

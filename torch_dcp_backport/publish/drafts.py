@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from torch_dcp_backport.publish import disk
 
@@ -547,11 +547,13 @@ def unmark(folder: Path, markers: Sequence[str]) -> None:
         disk.sync_folder(folder)
 
 
-def publish(folder: Path, small: Mapping[str, bytes], marker: str, markers: Sequence[str]) -> None:
+def publish(
+    folder: Path, small: Mapping[str, Union[bytes, disk.Pieces]], marker: str, markers: Sequence[str]
+) -> None:
     """Write the small files of a folder whose other files are on disk; the marker once all of them are, too.
 
     Args:
-        small: name -> content, in order; `marker` is one of them.
+        small: name -> content, or pieces of it, in order; `marker` is one of them.
         markers: as of `unmark`.
 
     Raises:

@@ -6,6 +6,7 @@ Must never import torch: the process that writes a save in the background has no
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 import sys
 import zlib
@@ -269,27 +270,80 @@ class Written(NamedTuple):
     crc: int
 
 
+class Records(Sequence[Written]):
+    """The places and checksums of written records, in columns: the first rank has those of all ranks."""
+
+    def __init__(self, start: int, lengths: Words, numbers: Words, crcs: Words, gaps: Words) -> None:
+        #: The offset of the first record; the others follow it, but for gaps.
+        self.start = start
+        #: The different lengths, and of each record the number of its length.
+        self.lengths = lengths
+        self.numbers = numbers
+        self.crcs = crcs
+        #: The bytes before each record that are no record's; empty where there are none.
+        self.gaps = gaps
+
+    @classmethod
+    def of(cls, records: Sequence[Written]) -> Records:
+        if isinstance(records, Records):
+            return records
+        numbers: dict[int, int] = {}
+        column = [numbers.setdefault(entry.length, len(numbers)) for entry in records]
+        start = end = records[0].offset if records else 0
+        gaps = array("q")
+        for entry in records:
+            gaps.append(entry.offset - end)
+            end = entry.offset + entry.length
+        code = "B" if len(numbers) < 2**8 else "I"
+        crcs = array("I", (entry.crc for entry in records))
+        return cls(start, array("Q", numbers), array(code, column), crcs, gaps if any(gaps) else array("q"))
+
+    def offsets(self) -> Iterator[int]:
+        """Yield the offset of each record."""
+        at, lengths = self.start, self.lengths
+        for number, gap in zip(self.numbers, self.gaps or itertools.repeat(0)):
+            at += gap
+            yield at
+            at += lengths[number]
+
+    def places(self) -> tuple[int, bytes, bytes, bytes]:
+        """Return what is equal for records at the same places, whatever their checksums."""
+        return self.start, self.lengths.tobytes(), self.numbers.tobytes(), self.gaps.tobytes()
+
+    def __len__(self) -> int:
+        return len(self.crcs)
+
+    def __iter__(self) -> Iterator[Written]:
+        lengths = (self.lengths[number] for number in self.numbers)
+        return map(Written, self.offsets(), lengths, self.crcs)
+
+    def __getitem__(self, number: Any) -> Any:
+        return list(self)[number]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Records, (self.start, self.lengths, self.numbers, self.crcs, self.gaps)
+
+
 class Output(NamedTuple):
     """The file and the records that a rank wrote."""
 
     file: str
     nbytes: int
-    tensors: list[Written]
-    objects: list[Written]
+    tensors: Sequence[Written]
+    objects: Sequence[Written]
     #: The CRC32 of the file.
     crc: int = 0
     #: Its SHA-256, where that was asked for.
     sha256: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        columns = [[array("Q", column) for column in zip(*part)] for part in (self.tensors, self.objects)]
-        return _output_of, ((self.file, self.nbytes, self.crc, self.sha256), *columns)
-
-
-def _output_of(facts: tuple[str, int, int, str], *columns: Any) -> Output:
-    file, nbytes, crc, sha256 = facts
-    tensors, objects = (list(map(Written._make, zip(*part))) for part in columns)
-    return Output(file, nbytes, tensors, objects, crc, sha256)
+        columns = Records.of(self.tensors), Records.of(self.objects)
+        return Output, (self.file, self.nbytes, *columns, self.crc, self.sha256)
 
 
 class Places(NamedTuple):
@@ -328,12 +382,12 @@ def write_staged(
     Raises:
         OSError: a write failed.
     """
-    sink = Sink(fd)
+    sink, tensors = Sink(fd), list[Written]()
     for number, start in zip(places.which, places.starts):
         form = places.forms[number]
         blocks = blocks_in(memory[start : start + form.nbytes])
-        output.tensors.append(sink.put_record(form, blocks, moved))
-    return sink.ended(objects, output)
+        tensors.append(sink.put_record(form, blocks, moved))
+    return sink.ended(objects, output._replace(tensors=tensors))
 
 
 class Sink:
@@ -380,12 +434,12 @@ class Sink:
 
     def ended(self, objects: Sequence[bytes], output: Output) -> Output:
         """Write objects behind the records; return the output with their places, and the file's checksum."""
+        written = []
         for data in objects:
-            at = self.end
+            written.append(Written(self.end, len(data), zlib.crc32(data)))
             self.put(data)
-            output.objects.append(Written(at, len(data), zlib.crc32(data)))
         self.flush()
-        return output._replace(crc=self.crc)
+        return output._replace(objects=written, crc=self.crc)
 
     def put(self, data: bytes) -> None:
         self.crc = zlib.crc32(data, self.crc)

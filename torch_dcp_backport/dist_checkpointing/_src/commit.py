@@ -13,10 +13,11 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing._src import integrity, metadata
 from torch_dcp_backport.dist_checkpointing._src.body import Output
+from torch_dcp_backport.dist_checkpointing._src.columns import Content
 from torch_dcp_backport.dist_checkpointing._src.metadata import Index
 from torch_dcp_backport.dist_checkpointing.core import (
     CONFIG_FNAME,
@@ -136,7 +137,11 @@ def publish(
 
 
 def publish_described(
-    folder: Path, described: bytes, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+    folder: Path,
+    described: Union[bytes, Content],
+    common: bytes,
+    outputs: Mapping[int, Output],
+    is_hashed: bool = False,
 ) -> None:
     """Write the small files; from the last on the folder is a checkpoint.
 
@@ -147,7 +152,8 @@ def publish_described(
     Raises:
         Refusal: a rank's file is not in this folder; no load could take the small files.
     """
-    refuse_too_large(outputs, len(described) + len(common), "their size")
+    nbytes = len(described) if isinstance(described, bytes) else described.sent_bytes
+    refuse_too_large(outputs, nbytes + len(common), "their size")
     end = time.monotonic() + PATIENCE
     findings = [
         (rank, Problem("a rank's file is not seen by the first rank", output.file, got, "a shared folder"))
@@ -157,20 +163,20 @@ def publish_described(
     ]
     if findings:
         raise Refusal(findings)
-    small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}
+    small: dict[str, Union[bytes, disk.Pieces]] = {
+        COMMON: common,
+        metadata.NAME: described,
+        CONFIG_FNAME: MARKER,
+    }
     if is_hashed:
         digests = {name: integrity.digest(data) for name, data in small.items()}
         digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
-        small[integrity.NAME] = integrity.to_bytes(digests)
-        if len(small[integrity.NAME]) > disk.MOST_SMALL:
-            got, expected = f"{len(small[integrity.NAME])} bytes", f"at most {disk.MOST_SMALL}"
+        listed = small[integrity.NAME] = integrity.to_bytes(digests)
+        if len(listed) > disk.MOST_SMALL:
+            got, expected = f"{len(listed)} bytes", f"at most {disk.MOST_SMALL}"
             problem = Problem("more files than verify_integrity can list", integrity.NAME, got, expected)
             raise Refusal([(min(outputs), problem)])
     drafts.publish(folder, small, CONFIG_FNAME, MARKERS)
-
-
-#: The least bytes that a box takes in `.metadata`.
-LEAST_OF_A_BOX = 64
 
 
 def refuse_too_large(ranks: Iterable[int], nbytes: int, what: str) -> None:
@@ -178,7 +184,8 @@ def refuse_too_large(ranks: Iterable[int], nbytes: int, what: str) -> None:
 
     Args:
         ranks: those that save.
-        nbytes: of `.metadata` and the common state; before the save is written, a lower bound.
+        nbytes: of the index, with its checksums, and the common state; before the save is written, a lower
+            bound.
         what: what `nbytes` is, for the error.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from torch_dcp_backport.dist_checkpointing._src import metadata
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
@@ -43,8 +43,11 @@ def digest_of(path: Path) -> str:
     return total.hexdigest()
 
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def digest(data: Union[bytes, disk.Pieces]) -> str:
+    total = hashlib.sha256()
+    for piece in (data,) if isinstance(data, bytes) else data:
+        total.update(piece)
+    return total.hexdigest()
 
 
 def to_bytes(digests: Mapping[str, str]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing._src import commit, metadata, values
+from torch_dcp_backport.dist_checkpointing._src import commit, metadata, packed, values
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
@@ -70,18 +70,26 @@ class Opened(NamedTuple):
         return value[0] if is_listed else value
 
 
-def small_files(folder: Path) -> dict[str, bytes]:
+#: Name -> content; of `.metadata` its packed index, where that is enough.
+SmallFiles = Mapping[str, Union[bytes, packed.Packed]]
+
+
+def small_files(folder: Path, is_whole: bool = True) -> SmallFiles:
     """Return the small files of a checkpoint that are there.
+
+    Args:
+        is_whole: return all of `.metadata`, also where it has a packed index.
 
     Raises:
         CheckpointingException: the folder holds none.
     """
     if not folder.is_dir():
         raise CheckpointingException(no_folder(folder))
-    content = {}
+    content: dict[str, Union[bytes, packed.Packed]] = {}
     for name in commit.SMALL:
         try:
-            content[name] = disk.read_whole(folder / name, MOST)
+            known = packed.read(folder / name) if name == metadata.NAME and not is_whole else None
+            content[name] = known or disk.read_whole(folder / name, MOST)
         except FileNotFoundError:
             continue
         except (OSError, MemoryError) as error:
@@ -92,13 +100,15 @@ def small_files(folder: Path) -> dict[str, bytes]:
     return content
 
 
-def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
+def opened(folder: Path, content: SmallFiles) -> Opened:
     """Open a checkpoint from the bytes of its small files.
 
     Raises:
         CheckpointingException: it is damaged, incomplete, or of a format that is not read here.
     """
-    marker = content.get(CONFIG_FNAME)
+    described = content.get(metadata.NAME)
+    others = {name: data for name, data in content.items() if not isinstance(data, packed.Packed)}
+    marker, common = (others.get(name) for name in (CONFIG_FNAME, commit.COMMON))
     if marker is not None:
         config = parse_config(marker, str(folder / CONFIG_FNAME))
         backend, version = config.sharded_backend, config.sharded_backend_version
@@ -108,10 +118,13 @@ def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
                 f"{folder} has another format: {got}; read is {SHARDED_BACKEND} {MARKER_VERSION} "
                 f"with {COMMON_BACKEND} 1"
             )
-    if metadata.NAME not in content:
+    if described is None:
         raise CheckpointingException(f"{folder} holds no whole checkpoint: it has no {metadata.NAME}")
     try:
-        index = metadata.from_bytes(content[metadata.NAME])
+        if isinstance(described, packed.Packed):
+            index = metadata.from_packed(described)
+        else:
+            index = metadata.from_bytes(described)
     except Refused as error:
         raise CheckpointingException(f"{folder / metadata.NAME} cannot be read: {error}") from error
     if marker is None and (index.is_ours or index.planner_data is None):
@@ -119,7 +132,6 @@ def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
         raise CheckpointingException(
             f"{folder} holds no whole distributed checkpoint: it has no {CONFIG_FNAME}, which is written last"
         )
-    common = content.get(commit.COMMON)
     if index.is_ours:
         if marker != commit.MARKER:
             raise CheckpointingException(f"{folder / CONFIG_FNAME} is damaged")
@@ -144,7 +156,7 @@ def open_together(
     checkpoint: Optional[Opened] = None
     with at_first(call, Topic("opening"), common=common) as meeting:
         if meeting.decides:
-            content = small_files(folder.value)
+            content = small_files(folder.value, is_whole=False)
             # Here, so that only one rank reports their problems.
             checkpoint = opened(folder.value, content)
             meeting.answer(content)

@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing._src.load import Opened, WantedBox
 from torch_dcp_backport.dist_checkpointing._src.metadata import Index
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader, wrong_files
 from torch_dcp_backport.dist_checkpointing._src.sharing import read_shared
-from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, findings_of, keys_of
+from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, examples, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, assembled, merged, row_of, table_of
@@ -364,12 +364,11 @@ def is_other(index: Index, row: Row) -> bool:
 
 def others(index: Index, tables: Mapping[int, RowTable]) -> set[str]:
     """Return the keys that any rank wants in another form."""
-    rows = [row for table in tables.values() for row in table.tensors]
-    if not any(row.original for row in rows) and not any(
-        stored.original for stored in index.tensors.values()
-    ):
+    few = examples(tables)
+    is_folded = any(row.original for table in few.values() for row in table.tensors)
+    if not is_folded and not any(stored.original for stored in index.tensors.values()):
         return set()
-    return {row.key for row in rows if is_other(index, row)}
+    return {row.key for table in tables.values() for row in table.tensors if is_other(index, row)}
 
 
 def both_ways(

@@ -11,18 +11,17 @@ import functools
 import itertools
 import math
 import operator
-import pickle
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
-from torch_dcp_backport.dist_checkpointing._src import sharded_tensor, unpickle
-from torch_dcp_backport.dist_checkpointing._src.body import Words, bytes_to_words, words_to_bytes
+from torch_dcp_backport.dist_checkpointing._src import columns, packed, sharded_tensor, unpickle
+from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
+from torch_dcp_backport.dist_checkpointing._src.columns import FORMAT, ORIGINAL, OURS
+from torch_dcp_backport.dist_checkpointing._src.packed import TRAILER, PackedBlock
 from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     FOREIGN,
     METADATA,
@@ -33,19 +32,8 @@ from torch_dcp_backport.dist_checkpointing._src.unpickle import (
 from torch_dcp_backport.transfer import Along, Box, gc_context, intersection
 
 NAME = ".metadata"
-#: The attribute of torch's `Metadata` with our own data.
-OURS = "torch_dcp_backport"
-#: The format of that data; a higher number is of a later release.
-FORMAT = 1
 #: No file and no tensor has more bytes; beyond it sums of sizes do not fit into a file offset.
 LARGEST = 2**62
-#: Megatron's name for the shape of a tensor that is stored folded.
-ORIGINAL = "nd_reformulated_orig_global_shape"
-#: Stands for a byte of a checksum that is not known yet; and so do numbers that are pickled with eight bytes.
-HOLE = b"\xa5"
-UNKNOWN = (2**62 + 1, 2**62 + 2)
-LONG = pickle.LONG1 + b"\x08"
-TRAILER = b"torch_dcp_backport crc32 "
 #: Of a tensor its dtype, its shape, and its boxes with the bytes of their values.
 Form = tuple[torch.dtype, tuple[int, ...], list[tuple[Box, int]]]
 
@@ -134,6 +122,95 @@ class Stored:
             yield sharded_tensor.folded(places, box.offset[-1], box.offset[-1] + extent), number * extent
 
 
+class ColumnBlock:
+    """Tensors of a packed index that are stored alike: a chunk is made when it is asked for."""
+
+    def __init__(self, block: PackedBlock, files: Sequence[str], sums: torch.Tensor) -> None:
+        """`sums`: a row of checksums for each tensor."""
+        self.block = block
+        self._names = files
+        self._sums = sums
+        self.lengths, self._which, self._files = (
+            column.tolist() for column in (block.lengths, block.which, block.files)
+        )
+
+    @functools.cached_property
+    def boxes(self) -> list[Box]:
+        return packed.boxes_of(self.block)
+
+    @functools.cached_property
+    def columns(self) -> dict[Box, int]:
+        """Box -> its number."""
+        return {box: number for number, box in enumerate(self.boxes)}
+
+    @functools.cached_property
+    def along(self) -> Along[int]:
+        return Along(range(len(self.boxes)), self.boxes.__getitem__)
+
+    def chunk(self, tensor: int, column: int) -> Chunk:
+        file = self._files[column]
+        file = file if file >= 0 else int(self.block.spread[-1 - file, tensor])
+        offset = int(self.block.offsets[self._which[column], tensor])
+        crc = int(self._sums[tensor, column]) & 0xFFFFFFFF
+        place = RecordPlace(self._names[file], offset, self.lengths[column], crc)
+        return Chunk(self.boxes[column], place)
+
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """Yield the ends of last records in files."""
+        lasts = self.block.offsets.amax(1).tolist() if self.block.offsets.numel() else []
+        for column, (length, which, file) in enumerate(zip(self.lengths, self._which, self._files)):
+            if file >= 0:
+                yield self._names[file], lasts[which] + length
+                continue
+            ends: dict[int, int] = {}
+            spread = self.block.spread[-1 - file].tolist()
+            for number, offset in zip(spread, self.block.offsets[self._which[column]].tolist()):
+                ends[number] = max(ends.get(number, 0), offset + length)
+            yield from ((self._names[number], end) for number, end in ends.items())
+
+
+class ColumnChunks(Sequence[Chunk]):
+    """The chunks of a tensor in a block."""
+
+    def __init__(self, block: ColumnBlock, tensor: int) -> None:
+        self._block = block
+        self._tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self._block.lengths)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        return self._block.chunk(self._tensor, number % len(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ColumnStored(Stored):
+    """A tensor of a packed index."""
+
+    def __init__(self, block: ColumnBlock, tensor: int) -> None:
+        facts = block.block
+        super().__init__(facts.dtype, facts.shape, (), facts.original)
+        self.chunks = ColumnChunks(block, tensor)
+        self._block, self._tensor = block, tensor
+
+    def parts_of(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        column = self._block.columns.get(box)
+        if column is not None:
+            chunk = self._block.chunk(self._tensor, column)
+            yield chunk, chunk.box
+            return
+        for column, part in self._block.along.common(box):
+            yield self._block.chunk(self._tensor, column), part
+
+
 class Index:
     """The tensors and objects of a checkpoint, and their places."""
 
@@ -149,6 +226,8 @@ class Index:
         self.order: list[str] = []
         #: (bytes, checksum) of `common.pt`, in ours.
         self.common: Optional[tuple[int, int]] = None
+        #: The blocks of its tensors, where it was packed.
+        self.blocks: Optional[list[ColumnBlock]] = None
 
     def places(self) -> Iterator[tuple[str, RecordPlace]]:
         """Yield (key, place) of every record."""
@@ -166,94 +245,104 @@ class Index:
     @functools.cached_property
     def ends(self) -> dict[str, int]:
         """File -> the end of its last record."""
+        places: Iterable[RecordPlace] = (place for _, place in self.places())
         ends: dict[str, int] = {}
-        for _, (file, offset, length, _) in self.places():
-            if offset + length > ends.get(file, -1):
-                ends[file] = offset + length
+        if self.blocks is not None:
+            places = self.objects.values()
+            for block in self.blocks:
+                for file, end in block.ends():
+                    ends[file] = max(ends.get(file, -1), end)
+        for file, offset, length, _ in places:
+            ends[file] = max(ends.get(file, -1), offset + length)
         return ends
 
 
-class Template:
-    """The content of `.metadata` but for its checksums: saved again and again, it differs in these alone."""
+class StoredBlock(columns.Block):
+    """Tensors of an index."""
 
-    def __init__(self, index: Index) -> None:
-        """`index.common` says whether there is a common state."""
-        #: Of the records, in the order of their checksums.
-        self.places: list[RecordPlace] = []
-        with gc_context():
-            torch_metadata = self._torch_metadata_of(index)
-            count = len(self.places)
-            common = None if index.common is None else UNKNOWN
-            setattr(torch_metadata, OURS, {"format": FORMAT, "crc32": HOLE * 4 * count, "common": common})
-            self._data = pickle.dumps(torch_metadata)
-        # They are pickled last: no bytes behind them are alike.
-        self._sums_at = self._data.rindex(HOLE * 4 * count)
-        self._common_at = [self._data.rindex(LONG + eight(number)) + len(LONG) for number in common or ()]
+    def __init__(self, keys: Sequence[str], tensors: Sequence[Stored], numbers: Mapping[str, int]) -> None:
+        """`numbers`: of the files."""
+        first = tensors[0]
+        boxes = [chunk.box for chunk in first.chunks]
+        super().__init__(keys, first.dtype, first.shape, first.original, boxes)
+        self._numbers = numbers
+        self._places = [[chunk.place for chunk in stored.chunks] for stored in tensors]
 
-    def _torch_metadata_of(self, index: Index) -> Any:
-        entries: dict[str, Any] = {}
-        places: dict[Any, Any] = {}
-        # Layers have the same boxes, and are alike: each kind is made and pickled once.
-        boxes: dict[Box, Any] = {}
-        kinds: dict[Any, Any] = {}
-        properties = functools.lru_cache(maxsize=None)(lambda dtype: metadata.TensorProperties(dtype=dtype))
-        for key, stored in index.tensors.items():
-            chunks = []
-            for chunk in stored.chunks:
-                known = boxes.get(chunk.box)
-                if known is None:
-                    sizes = torch.Size(chunk.box.offset), torch.Size(chunk.box.size)
-                    known = boxes[chunk.box] = metadata.ChunkStorageMetadata(*sizes)
-                chunks.append(known)
-                places[metadata.MetadataIndex(key, known.offsets)] = info_of(chunk.place)
-                self.places.append(chunk.place)
-            kind = stored.dtype, stored.shape, *map(id, chunks)
-            if kind not in kinds:
-                shape = torch.Size(stored.shape)
-                kinds[kind] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
-            entries[key] = kinds[kind]
-        for key, place in index.objects.items():
-            entries[key] = metadata.BytesStorageMetadata()
-            places[metadata.MetadataIndex(key)] = info_of(place)
-            self.places.append(place)
-        entries = {key: entries[key] for key in index.order or entries}
-        # Planner data of None breaks torch's own dcp_to_torch_save.
-        result: Any = metadata.Metadata(entries, planner_data=index.planner_data or {}, storage_data=places)
-        result.storage_meta = metadata.StorageMeta()
-        # Megatron up to 0.15 looks there for the shapes of flattened tensors.
-        result.mcore_data = {
-            key: {ORIGINAL: torch.Size(stored.original)}
-            for key, stored in index.tensors.items()
-            if stored.original is not None
-        }
-        return result
+    def longest(self) -> int:
+        return max((place.length for places in self._places for place in places), default=0)
 
-    def filled(self, sums: Words, common: Optional[tuple[int, int]]) -> bytes:
-        """Return the content.
+    def columns(self) -> columns.Columns:
+        files, offsets, lengths = (
+            torch.tensor([[of(place) for place in places] for places in self._places], dtype=dtype)
+            for of, dtype in (
+                (lambda place: self._numbers[place.file], torch.int32),
+                (lambda place: place.offset, torch.int64),
+                (lambda place: place.length, torch.int64),
+            )
+        )
+        return columns.Columns(files, offsets, lengths)
 
-        Args:
-            sums: the checksum of every record, in the order of `places`.
-            common: bytes and checksum of the common state, where there is one.
-        """
-        data, words = bytearray(self._data), words_to_bytes(sums)
-        data[self._sums_at : self._sums_at + len(words)] = words
-        for at, number in zip(self._common_at, common or ()):
-            data[at : at + 8] = eight(number)
-        return b"".join((data, TRAILER, zlib.crc32(data).to_bytes(4, "big")))
+    def crcs(self) -> torch.Tensor:
+        sums = [[place.crc or 0 for place in places] for places in self._places]
+        return torch.tensor(sums, dtype=torch.int64).to(torch.int32)
 
 
-def eight(number: int) -> bytes:
-    return number.to_bytes(8, "little")
+def listing_of(index: Index) -> columns.Listing:
+    """Return what the `.metadata` of an index lists."""
+    numbers: dict[str, int] = {}
+    for _, place in index.places():
+        numbers.setdefault(place.file, len(numbers))
+    alike: dict[Any, list[str]] = {}
+    for key, stored in index.tensors.items():
+        boxes = tuple(chunk.box for chunk in stored.chunks)
+        alike.setdefault((stored.dtype, stored.shape, stored.original, boxes), []).append(key)
+    return columns.Listing(
+        [StoredBlock(keys, [index.tensors[key] for key in keys], numbers) for keys in alike.values()],
+        [
+            columns.ObjectPlace(key, numbers[place.file], place.offset, place.length, place.crc or 0)
+            for key, place in index.objects.items()
+        ],
+        list(numbers),
+        index.order or [*index.tensors, *index.objects],
+        index.planner_data,
+        index.common,
+    )
 
 
 def to_bytes(index: Index) -> bytes:
     """Return the content of `.metadata`."""
-    template = Template(index)
-    return template.filled(array("I", (place.crc or 0 for place in template.places)), index.common)
+    return b"".join(columns.Content(listing_of(index)))
 
 
-def info_of(place: RecordPlace) -> Any:
-    return filesystem._StorageInfo(place.file, place.offset, place.length)
+def from_packed(data: packed.Packed) -> Index:
+    """Return the index that is packed.
+
+    Raises:
+        Refused: it is damaged.
+    """
+    unpacked = packed.from_bytes(data.data)
+    index = Index()
+    index.is_ours, index.common, index.planner_data, index.order = True, data.common, {}, unpacked.order
+    files = [file_name(name) for name in unpacked.files]
+    sums = bytes_to_words(data.sums)
+    count = sum(len(block.keys) * len(block.boxes) for block in unpacked.blocks)
+    if len(sums) != count + len(unpacked.objects):
+        raise Refused("it has not as many checksums as records")
+    # Of the same memory: checksums are most of what a packed index has.
+    words = torch.frombuffer(sums, dtype=torch.int32) if sums else torch.zeros(0, dtype=torch.int32)
+    index.blocks, at = [], 0
+    tensors: dict[str, Stored] = {}
+    for block in unpacked.blocks:
+        shape = len(block.keys), len(block.boxes)
+        own = words[at : at + math.prod(shape)].view(shape)
+        at += math.prod(shape)
+        index.blocks.append(ColumnBlock(block, files, own))
+        for number, key in enumerate(block.keys):
+            tensors[key] = ColumnStored(index.blocks[-1], number)
+    for (key, file, offset, length), crc in zip(unpacked.objects, sums[count:]):
+        index.objects[key] = RecordPlace(files[file], offset, length, crc)
+    index.tensors = {key: tensors[key] for key in index.order if key in tensors}
+    return index
 
 
 def from_bytes(data: bytes) -> Index:

@@ -5,20 +5,39 @@ A plan is used again where every rank's table is what it was, by a digest at eve
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import heapq
 import pickle
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Optional
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
-from torch_dcp_backport.dist_checkpointing._src import metadata
-from torch_dcp_backport.dist_checkpointing._src.body import Output, Words
-from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
-from torch_dcp_backport.dist_checkpointing._src.table import Cells, RowTable
+import torch
+
+from torch_dcp_backport.dist_checkpointing._src.body import Output, Records, Words
+from torch_dcp_backport.dist_checkpointing._src.columns import (
+    KEPT,
+    LEAST,
+    Beginning,
+    Block,
+    Columns,
+    Content,
+    Listing,
+    ObjectPlace,
+)
+from torch_dcp_backport.dist_checkpointing._src.packed import PackedBlock
+from torch_dcp_backport.dist_checkpointing._src.records import form_of
+from torch_dcp_backport.dist_checkpointing._src.table import (
+    Alike,
+    HeldRow,
+    Kind,
+    Outline,
+    Row,
+    RowTable,
+    packed_rows,
+)
 from torch_dcp_backport.transfer import Box
 
 # --- shares ---
@@ -48,81 +67,246 @@ class WriteShare(NamedTuple):
     #: Numbers of rows of its table.
     objects: list[int]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        rows = [(item.number, item.box.offset, item.box.size) for item in self.tensors]
-        return _share_of, (rows, self.objects)
+
+class Run(NamedTuple):
+    """A box that a rank writes of each of some rows, which are alike."""
+
+    box: Box
+    #: The numbers of the rows; or of a form, of which it is every row.
+    rows: Union[Words, int]
 
 
-def _share_of(rows: list[Any], objects: list[int]) -> WriteShare:
-    # Layers have the same boxes.
-    box_of = functools.lru_cache(maxsize=None)(Box)
-    return WriteShare([Item(number, box_of(offset, size)) for number, offset, size in rows], objects)
+class PackedShare(NamedTuple):
+    """A share as it is sent: a regular cut has a run for each shape, however many tensors there are."""
+
+    runs: list[Run]
+    objects: list[int]
+
+    def share_of(self, outline: Outline) -> WriteShare:
+        """Return the share of a rank whose table has this outline."""
+        items = [Item(number, box) for box, rows in self.runs for number in outline.rows_of(rows)]
+        # As the state dict has them: neighbours there are read together.
+        items.sort(key=lambda item: (item.number, item.box.offset))
+        return WriteShare(items, self.objects)
 
 
-def shares_of(
-    tables: Mapping[int, RowTable], cells: Cells, balanced: bool = True, fixed: Collection[str] = ()
-) -> dict[int, WriteShare]:
-    """Return the share of each rank.
+class Stripe(NamedTuple):
+    """Boxes of a kind that have as many holders each: the same of them writes a tensor's part of each box.
+
+    Under HSDP the shards of a tensor are all written by one replica.
+    """
+
+    boxes: list[Box]
+    #: Of each box, in an order that all boxes have: (rank, which of the rank's rows of a tensor).
+    holders: list[list[tuple[int, int]]]
+    #: Number of a holder -> the tensors of the kind that it writes; None for all of them.
+    chosen: dict[int, Optional[Words]]
+
+
+class Piece(NamedTuple):
+    """A box of some tensors of a kind that one rank writes."""
+
+    kind: int
+    #: The number of the box among those of its kind.
+    column: int
+    rank: int
+    box: Box
+    #: The numbers of the tensors in the kind; None for all of them.
+    tensors: Optional[Words]
+    #: Of the rank's table.
+    rows: Words
+
+
+class Plan(NamedTuple):
+    """The writers of everything, by kinds of tensors. Must never have an object for a box of each tensor."""
+
+    tables: Mapping[int, RowTable]
+    kinds: list[Kind]
+    #: Of each kind.
+    stripes: list[list[Stripe]]
+    #: Rank -> the numbers of the objects that it writes.
+    objects: dict[int, list[int]]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield what is written, in an order that is always the same."""
+        outlines = {rank: table.rows().outline for rank, table in self.tables.items()}
+        for number, (kind, stripes) in enumerate(zip(self.kinds, self.stripes)):
+            column = 0
+            for stripe in stripes:
+                # Ranks with one outline have the same rows.
+                known: dict[tuple[Outline, int, int], Words] = {}
+                for box, holders in zip(stripe.boxes, stripe.holders):
+                    for holder, tensors in stripe.chosen.items():
+                        rank, which = holders[holder]
+                        outline = outlines[rank]
+                        rows = kind.rows[outline][which]
+                        if tensors is not None:
+                            key = outline, which, holder
+                            if key not in known:
+                                known[key] = array("I", (rows[tensor] for tensor in tensors))
+                            rows = known[key]
+                        yield Piece(number, column, rank, box, tensors, rows)
+                    column += 1
+
+    def records(self) -> int:
+        """Return the number of the tensors' records."""
+        return sum(
+            len(kind.keys) * len(stripe.boxes)
+            for kind, stripes in zip(self.kinds, self.stripes)
+            for stripe in stripes
+        )
+
+    def shares(self) -> dict[int, PackedShare]:
+        """Return what each rank is told."""
+        shares = {rank: PackedShare([], self.objects[rank]) for rank in self.tables}
+        outlines = {rank: table.rows().outline for rank, table in self.tables.items()}
+        forms: dict[tuple[Outline, int], Union[Words, int]] = {}
+        for piece in self.pieces():
+            outline = outlines[piece.rank]
+            rows: Union[Words, int] = piece.rows
+            if piece.tensors is None:
+                key = outline, id(piece.rows)
+                if key not in forms:
+                    forms[key] = packed_rows(outline, piece.rows)
+                rows = forms[key]
+            shares[piece.rank].runs.append(Run(piece.box, rows))
+        return shares
+
+
+class Shared(NamedTuple):
+    """Boxes of a kind, of one size, that as many ranks hold each."""
+
+    kind: int
+    boxes: list[Box]
+    #: As of a stripe.
+    holders: list[list[tuple[int, int]]]
+    #: The number of the main replica among the holders.
+    main: int
+    #: Of each box.
+    nbytes: int
+    #: All holders.
+    ranks: set[int]
+
+    def loads(self, load: dict[int, int], holder: int, nbytes: int) -> None:
+        """Add the bytes of each box to the load of its holder of a number."""
+        for holders in self.holders:
+            load[holders[holder][0]] += nbytes
+
+
+def plan_of(alike: Alike, balanced: bool = True, fixed: Collection[str] = ()) -> Plan:
+    """Return the plan of a save.
 
     Args:
+        alike: the tables of all ranks, and the kinds of their tensors.
         balanced: let any rank that holds a box write it, or a part of it; else its main replica.
         fixed: keys whose boxes their main replicas write in any case.
     """
-    shares = {rank: WriteShare([], []) for rank in tables}
-    load = dict.fromkeys(tables, 0)
-    shared: list[tuple[int, Box, Holders]] = []
+    kinds: list[Kind] = []
+    stripes: list[list[Stripe]] = []
+    load = dict.fromkeys(alike.tables, 0)
+    shared: list[Shared] = []
     total = 0
-    for key, boxes in cells.items():
-        for box, rows in boxes.items():
-            nbytes = box.numel * rows[0].row.dtype.itemsize
-            total += nbytes
-            by_rank = {held.rank: held.number for held in reversed(rows)}
-            if len(by_rank) == 1 or not balanced or not nbytes or key in fixed:
-                shares[rows[0].rank].tensors.append(Item(rows[0].number, box))
-                load[rows[0].rank] += nbytes
-            else:
-                holders = Holders(rows[0].rank, rows[0].row.dtype.itemsize, by_rank)
-                shared.append((nbytes, box, holders))
-    grain = max(total // (len(tables) * FINE), SMALLEST)
-    # Every rank reads a small value that all of them hold (AdamW's step counters), from each file that has
-    # one. So one rank writes those, as many as leave the balance as it is.
-    spare = dict.fromkeys(tables, grain)
-    pieces: list[tuple[int, Box, Holders]] = []
-    for nbytes, box, holders in shared:
-        if nbytes <= SMALL and spare[holders.main] >= nbytes:
-            spare[holders.main] -= nbytes
-            load[holders.main] += nbytes
-            shares[holders.main].tensors.append(Item(holders.numbers[holders.main], box))
-            continue
-        for part in cut(box, min(-(-nbytes // grain), 4 * len(holders.numbers))):
-            pieces.append((part.numel * holders.itemsize, part, holders))
-    # The largest first, each to the holder with the least so far; its own order among equals keeps it stable.
-    pieces.sort(key=lambda piece: -piece[0])
-    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for nbytes, box, holders in pieces:
-        rank = least_loaded(holders, load, queues)
-        load[rank] += nbytes
-        shares[rank].tensors.append(Item(holders.numbers[rank], box))
+    for kind, cells in zip(alike.kinds, alike.cells):
+        own = [number for number, key in enumerate(kind.keys) if key in fixed]
+        left = sorted(set(range(len(kind.keys))) - set(own)) if own else range(len(kind.keys))
+        for numbers, is_free in ((left, balanced), (own, False)):
+            if not numbers:
+                continue
+            part = kind.part(numbers) if own else kind
+            alone, groups = writers_of(len(kinds), alike, cells, is_free)
+            kinds.append(part)
+            stripes.append([alone] if alone.boxes else [])
+            shared += groups
+            for box, (first, *_) in zip(alone.boxes, alone.holders):
+                load[first[0]] += len(numbers) * box.numel * alike.dtype_of(cells).itemsize
+            total += len(numbers) * sum(box.numel for box in cells) * alike.dtype_of(cells).itemsize
+    for number, stripe in dealt(shared, [len(kind.keys) for kind in kinds], total, load):
+        stripes[number].append(stripe)
+    objects: dict[int, list[int]] = {rank: [] for rank in alike.tables}
     assigned: set[str] = set()
-    for rank, table in tables.items():
+    for rank, table in alike.tables.items():
         for number, row in enumerate(table.objects):
             if row.is_main and row.unique_key not in assigned:
                 assigned.add(row.unique_key)
-                shares[rank].objects.append(number)
-    for share in shares.values():
-        # As the state dict has them: neighbours there are read together.
-        share.tensors.sort(key=lambda item: (item.number, item.box.offset))
-    return shares
+                objects[rank].append(number)
+    return Plan(alike.tables, kinds, stripes, objects)
+
+
+def writers_of(
+    number: int, alike: Alike, cells: Mapping[Box, Sequence[HeldRow]], is_free: bool
+) -> tuple[Stripe, list[Shared]]:
+    """Return the boxes of a kind that one rank is to write, and those that any of several may."""
+    alone = Stripe([], [], {0: None})
+    groups: dict[Any, Shared] = {}
+    for box, rows in cells.items():
+        nbytes = box.numel * rows[0].row.dtype.itemsize
+        # The main row first, where a rank has several.
+        by_rank = {held.rank: (held.rank, alike.which(held)) for held in reversed(rows)}
+        main = rows[0].rank
+        if len(by_rank) == 1 or not is_free or not nbytes:
+            alone.boxes.append(box)
+            alone.holders.append([(main, alike.which(rows[0]))])
+            continue
+        ranks = sorted(by_rank)
+        key: Any = box.size, len(ranks), ranks.index(main)
+        # Holders of two boxes write for both, which is fair where no rank holds both.
+        if key in groups and not by_rank.keys().isdisjoint(groups[key].ranks):
+            key = box
+        group = groups.setdefault(key, Shared(number, [], [], ranks.index(main), nbytes, set()))
+        group.boxes.append(box)
+        group.holders.append([by_rank[rank] for rank in ranks])
+        group.ranks.update(ranks)
+    return alone, list(groups.values())
+
+
+def dealt(
+    shared: Sequence[Shared], counts: Sequence[int], total: int, load: dict[int, int]
+) -> Iterator[tuple[int, Stripe]]:
+    """Yield the stripes of boxes that several ranks hold, with the numbers of their kinds.
+
+    Args:
+        counts: of each kind the number of its tensors.
+        total: the bytes of the checkpoint.
+        load: the bytes of each rank that are dealt already; those of these stripes are added.
+    """
+    grain = max(total // (len(load) * FINE), SMALLEST)
+    # Every rank reads a small value that all of them hold (AdamW's step counters), from each file that has
+    # one. So one rank writes those, as many as leave the balance as it is.
+    spare = dict.fromkeys(load, grain)
+    stripes: list[tuple[int, Shared, Stripe, range]] = []
+    for group in shared:
+        numbers, chosen = range(counts[group.kind]), dict[int, Optional[Words]]()
+        if group.nbytes <= SMALL:
+            mains = [holders[group.main][0] for holders in group.holders]
+            few = min(len(numbers), *(spare[main] // group.nbytes for main in mains))
+            if few:
+                chosen[group.main] = array("I", numbers[:few])
+                numbers = numbers[few:]
+                group.loads(load, group.main, few * group.nbytes)
+                group.loads(spare, group.main, -few * group.nbytes)
+        parts = [cut(box, min(-(-group.nbytes // grain), 4 * len(group.holders[0]))) for box in group.boxes]
+        for boxes in zip(*parts):
+            nbytes = group.nbytes * boxes[0].numel // group.boxes[0].numel
+            stripes.append((nbytes, group, Stripe(list(boxes), group.holders, dict(chosen)), numbers))
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    # The largest first, each to the holder with the least so far; its own order among equals keeps it stable.
+    for nbytes, group, stripe, numbers in sorted(stripes, key=lambda entry: -entry[0]):
+        places = {rank: place for place, (rank, _) in enumerate(group.holders[0])}
+        holders = Holders(places)
+        for number in numbers:
+            place = places[least_loaded(holders, load, queues)]
+            group.loads(load, place, nbytes)
+            words = stripe.chosen.setdefault(place, array("I"))
+            assert words is not None, "not all, but some"
+            words.append(number)
+        yield group.kind, stripe
 
 
 class Holders:
-    """The ranks that hold a box, with the number of its row in each one's table."""
+    """The ranks that hold a box."""
 
-    def __init__(self, main: int, itemsize: int, numbers: Mapping[int, int]) -> None:
-        self.main = main
-        self.itemsize = itemsize
-        self.numbers = numbers
-        self.ranks = tuple(sorted(numbers))
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
 
 
 def least_loaded(
@@ -164,82 +348,214 @@ MOST = 2
 Ranks = tuple[int, ...]
 
 
-class RecordLines(NamedTuple):
-    """The place of a rank's records: file, offsets and lengths."""
-
-    file: str
-    offsets: Words
-    lengths: Words
-
-
 class Description:
     """The data from which the first rank writes `.metadata` of a plan, once and again."""
 
-    def __init__(self, tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare]) -> None:
-        #: Until they were used; then as bytes, for a million objects would be looked at by every garbage
-        #: collection, and only where objects may change in size.
-        self._fresh: Optional[tuple[Mapping[int, RowTable], Mapping[int, WriteShare]]] = tables, shares
-        #: Two threads may save by one plan.
-        self._lock = threading.Lock()
-        self._frozen = b""
-        self._template: Optional[metadata.Template] = None
-        self._lines: dict[int, RecordLines] = {}
-        #: Of each rank's records among all checksums.
-        self._places: dict[int, Words] = {}
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        #: The content before the checksums of the last save, and the places that its records had.
+        self._last: Optional[tuple[dict[int, Any], Beginning]] = None
+
+    def content(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> Content:
+        """Return the content of `.metadata` for the records that the ranks have written by this plan."""
+        columns = {
+            rank: (output.file, Records.of(output.tensors), Records.of(output.objects))
+            for rank, output in outputs.items()
+        }
+        count = sum(len(tensors) for _, tensors, _ in columns.values())
+        beginning = Beginning()
+        if count * LEAST <= KEPT:
+            # Two threads may save by one plan: this is one assignment.
+            places = {
+                rank: (file, tensors.places(), objects.places())
+                for rank, (file, tensors, objects) in columns.items()
+            }
+            if self._last is not None and self._last[0] == places:
+                beginning = self._last[1]
+            self._last = places, beginning
+        return Content(listing_of(self.plan, columns, common), beginning)
 
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
-        """Return the content of `.metadata` for the records that the ranks have written by this plan."""
-        with self._lock:
-            lines = {rank: lines_of(output) for rank, output in outputs.items()}
-            if self._template is None or lines != self._lines:
-                # Objects may have other sizes than they had.
-                tables, shares = self._fresh or pickle.loads(self._frozen)
-                index = index_of(tables, shares, outputs)
-                index.is_ours, index.common = True, common
-                template = metadata.Template(index)
-                numbers = {(place.file, place.offset): number for number, place in enumerate(template.places)}
-                places = {
-                    rank: array("I", (numbers[line.file, offset] for offset in line.offsets))
-                    for rank, line in lines.items()
-                }
-                template.places.clear()
-                if self._fresh and any(share.objects for share in shares.values()):
-                    self._frozen = pickle.dumps((dict(tables), dict(shares)))
-                # Nothing fails from here on: a plan is as it was, or has all of this.
-                self._template, self._lines, self._places, self._fresh = template, lines, places, None
-            sums = array("I", bytes(4 * sum(map(len, self._places.values()))))
-            for rank, own in self._places.items():
-                output = outputs[rank]
-                for number, entry in zip(own, (*output.tensors, *output.objects)):
-                    sums[number] = entry.crc
-            return self._template.filled(sums, common)
+        return b"".join(self.content(outputs, common))
 
 
-def lines_of(output: Output) -> RecordLines:
-    records = (*output.tensors, *output.objects)
-    offsets, lengths = (array("Q", column) for column in list(zip(*records))[:2] or ((), ()))
-    return RecordLines(output.file, offsets, lengths)
+#: Rank -> its file, the records of its tensors, and those of its objects.
+RankRecords = Mapping[int, tuple[str, Records, Records]]
 
 
-def index_of(
-    tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare], outputs: Mapping[int, Output]
-) -> Index:
-    """Return the index of a save: the place of every box of every tensor, and of the objects."""
-    index = Index()
-    chunks: dict[str, list[Chunk]] = {}
-    for table in tables.values():
-        for row in table.tensors:
-            if row.key not in chunks:
-                chunks[row.key] = []
-                index.tensors[row.key] = Stored(row.dtype, row.shape, chunks[row.key], row.original)
-    for rank, share in shares.items():
-        output = outputs[rank]
-        for item, written in zip(share.tensors, output.tensors):
-            key = tables[rank].tensors[item.number].key
-            chunks[key].append(Chunk(item.box, RecordPlace(output.file, *written)))
-        for number, written in zip(share.objects, output.objects):
-            index.objects[tables[rank].objects[number].unique_key] = RecordPlace(output.file, *written)
-    return index
+class PlannedBlock(Block):
+    """Tensors of a plan, and the records that the ranks have written of them."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        row: Row,
+        boxes: Sequence[Box],
+        pieces: Sequence[tuple[Piece, torch.Tensor]],
+        written: Written,
+    ) -> None:
+        """`pieces`: with the numbers of their records in the ranks' files."""
+        super().__init__(kind.keys, row.dtype, row.shape, row.original, boxes)
+        self._pieces = pieces
+        self._written = written
+
+    def longest(self) -> int:
+        return max((form_of(self.dtype, box.size).length for box in self.boxes), default=0)
+
+    def columns(self) -> Columns:
+        shape = len(self.boxes), len(self.keys)
+        files = torch.empty(shape, dtype=torch.int32)
+        offsets = torch.empty(shape, dtype=torch.int64)
+        lengths = torch.zeros(shape[0], dtype=torch.int64)
+        for piece, numbers in self._pieces:
+            where = (piece.column,) if piece.tensors is None else (piece.column, wide(piece.tensors))
+            files[where] = self._written.files[piece.rank]
+            offsets[where] = self._written.offsets(piece.rank, numbers)
+            # Of one dtype and size: so they have one length.
+            lengths[piece.column] = self._written.length(piece.rank, int(numbers[0]))
+        return Columns(files.t(), offsets.t(), lengths.expand(shape[::-1]))
+
+    def packed(self) -> PackedBlock:
+        shape = len(self.boxes), len(self.keys)
+        by_column: list[list[tuple[Piece, torch.Tensor]]] = [[] for _ in self.boxes]
+        for entry in self._pieces:
+            by_column[entry[0].column].append(entry)
+        # Columns of ranks that have the same records at the same places are one.
+        known: dict[Any, int] = {}
+        offsets: list[torch.Tensor] = []
+        spread: list[torch.Tensor] = []
+        which, files = array("q"), array("q")
+        for pieces in by_column:
+            key = tuple(
+                (id(self._written.layout(piece.rank)), id(numbers), id(piece.tensors))
+                for piece, numbers in pieces
+            )
+            if key not in known:
+                known[key] = len(offsets)
+                offsets.append(torch.zeros(shape[1], dtype=torch.int64))
+                for piece, numbers in pieces:
+                    where = slice(None) if piece.tensors is None else wide(piece.tensors)
+                    offsets[-1][where] = self._written.offsets(piece.rank, numbers)
+            which.append(known[key])
+            if len(pieces) == 1 and pieces[0][0].tensors is None:
+                files.append(self._written.files[pieces[0][0].rank])
+                continue
+            spread.append(torch.zeros(shape[1], dtype=torch.int64))
+            for piece, _ in pieces:
+                where = slice(None) if piece.tensors is None else wide(piece.tensors)
+                spread[-1][where] = self._written.files[piece.rank]
+            files.append(-len(spread))
+        lengths = [self._written.length(pieces[0][0].rank, int(pieces[0][1][0])) for pieces in by_column]
+        boxes = [(box.offset, box.size) for box in self.boxes]
+        none = torch.zeros((0, shape[1]), dtype=torch.int64)
+        return PackedBlock(
+            self.keys,
+            self.dtype,
+            self.shape,
+            self.original,
+            torch.tensor(boxes, dtype=torch.int64).view(shape[0], 2, len(self.shape)),
+            torch.tensor(lengths, dtype=torch.int64),
+            torch.tensor(which, dtype=torch.int64),
+            torch.tensor(files, dtype=torch.int64),
+            torch.stack(offsets) if offsets else none,
+            torch.stack(spread) if spread else none,
+        )
+
+    def crcs(self) -> torch.Tensor:
+        sums = torch.empty((len(self.boxes), len(self.keys)), dtype=torch.int32)
+        for piece, numbers in self._pieces:
+            where = (piece.column,) if piece.tensors is None else (piece.column, wide(piece.tensors))
+            sums[where] = self._written.crcs(piece.rank)[numbers]
+        return sums.t()
+
+
+class Written:
+    """The records of all ranks, as tensors of numbers."""
+
+    def __init__(self, records: RankRecords) -> None:
+        self.records = records
+        self.files = {rank: number for number, rank in enumerate(records)}
+        #: Records at the same places in their files have the same numbers: ranks of a regular cut have.
+        self._known: dict[Any, torch.Tensor] = {}
+        self._layouts: dict[int, torch.Tensor] = {}
+
+    def layout(self, rank: int) -> torch.Tensor:
+        """Return the offsets of a rank's records, which ranks share that have the same ones."""
+        layout = self._layouts.get(rank)
+        if layout is None:
+            records = self.records[rank][1]
+            layout = self._known.get(records.places())
+            if layout is None:
+                layout = torch.tensor(list(records.offsets()), dtype=torch.int64)
+                self._known[records.places()] = layout
+            self._layouts[rank] = layout
+        return layout
+
+    def offsets(self, rank: int, numbers: torch.Tensor) -> torch.Tensor:
+        return self.layout(rank)[numbers]
+
+    def length(self, rank: int, number: int) -> int:
+        records = self.records[rank][1]
+        return records.lengths[records.numbers[number]]
+
+    def crcs(self, rank: int) -> torch.Tensor:
+        return torch.frombuffer(self.records[rank][1].crcs, dtype=torch.int32)
+
+
+def wide(words: Words) -> torch.Tensor:
+    """Return numbers as an index of a tensor."""
+    return torch.frombuffer(words, dtype=torch.int32).long()
+
+
+def listing_of(plan: Plan, records: RankRecords, common: Optional[tuple[int, int]]) -> Listing:
+    """Return what the `.metadata` of a save lists: the place of every box of every tensor, and of objects."""
+    written = Written(records)
+    pieces: list[list[tuple[Piece, torch.Tensor]]] = [[] for _ in plan.kinds]
+    for piece, numbers in with_records(plan):
+        pieces[piece.kind].append((piece, numbers))
+    blocks = []
+    for kind, stripes, own in zip(plan.kinds, plan.stripes, pieces):
+        outline = next(iter(kind.rows))
+        rank = next(rank for rank, table in plan.tables.items() if table.rows().outline is outline)
+        row = plan.tables[rank].tensors[kind.rows[outline][0][0]]
+        boxes = [box for stripe in stripes for box in stripe.boxes]
+        blocks.append(PlannedBlock(kind, row, boxes, own, written))
+    objects = [
+        ObjectPlace(plan.tables[rank].objects[number].unique_key, written.files[rank], *entry)
+        for rank, numbers in plan.objects.items()
+        for number, entry in zip(numbers, records[rank][2])
+    ]
+    outlines = dict.fromkeys(table.rows().outline for table in plan.tables.values())
+    order = dict.fromkeys(key for outline in outlines for key in outline.keys)
+    order.update(dict.fromkeys(place.key for place in objects))
+    files = [file for file, _, _ in records.values()]
+    return Listing(blocks, objects, files, order, None, common)
+
+
+def with_records(plan: Plan) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield what is written, each with the numbers of its records among those of its rank."""
+    pieces = list(plan.pieces())
+    by_rank: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_rank.setdefault(piece.rank, []).append(piece)
+    #: Ranks that write the same rows have the same numbers.
+    known: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    numbers: dict[int, Iterator[torch.Tensor]] = {}
+    for rank, own in by_rank.items():
+        key = tuple(id(piece.rows) for piece in own)
+        if key not in known:
+            rows = [(row, piece.box.offset) for piece in own for row in piece.rows]
+            order = sorted(range(len(rows)), key=rows.__getitem__)
+            places = torch.empty(len(rows), dtype=torch.int64)
+            places[torch.tensor(order)] = torch.arange(len(rows))
+            split = list(torch.split(places, [len(piece.rows) for piece in own]))
+            numbers[rank] = iter(split)
+            if len({row for row, _ in rows}) == len(rows):
+                known[key] = split
+            continue
+        numbers[rank] = iter(known[key])
+    for piece in pieces:
+        yield piece, next(numbers[piece.rank])
 
 
 class KeptPlan(NamedTuple):
@@ -247,7 +563,7 @@ class KeptPlan(NamedTuple):
 
     #: The same on every rank that has this plan, and of no other.
     number: bytes
-    #: This rank's share, and what it shares with other ranks, pickled.
+    #: This rank's share, and what it shares with other ranks, pickled as they were sent.
     share: bytes
     #: Of the first rank, as is the next field: each rank's digest.
     digests: Mapping[int, bytes]
@@ -264,7 +580,9 @@ def digest_of(table: RowTable, rank: int, *options: bool) -> bytes:
     Of the same rank: a process can be another rank in a process group that is made anew, and its kept share
     is that of the rank it was.
     """
-    return hashlib.blake2b(pickle.dumps((table, rank, options)), digest_size=32).digest()
+    rows = table.rows()
+    what = rows.outline.digest, rows.forms, table.objects, rank, options
+    return hashlib.blake2b(pickle.dumps(what), digest_size=32).digest()
 
 
 def find(ranks: Ranks, digest: bytes) -> Optional[KeptPlan]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Union
 
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src.body import Words
-from torch_dcp_backport.dist_checkpointing._src.table import Cells, spelled
+from torch_dcp_backport.dist_checkpointing._src.table import Alike, Cells, Outline, packed_rows, spelled
 from torch_dcp_backport.transfer import Problem, as_bytes, spell
 
 #: Bytes of a tensor that are looked at together.
@@ -24,6 +24,8 @@ PIECE = 4 * 2**20
 FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 #: Number of a group of ranks -> the rows of this rank's table that exactly these ranks hold.
 Shared = dict[int, Words]
+#: The same as it is sent: of each kind of tensors the rows, or the form of which they are all rows.
+PackedShared = dict[int, list[Union[Words, int]]]
 #: Number of a group -> the digest of its rows.
 Digests = dict[int, bytes]
 #: Row of a rank's table -> its digest.
@@ -52,13 +54,33 @@ def replicas_in(cells: Cells) -> list[tuple[int, Replica]]:
     return replicas
 
 
-def shared_by(replicas: Iterable[tuple[int, Replica]], ranks: Collection[int]) -> dict[int, Shared]:
+def shared_by(alike: Alike) -> dict[int, PackedShared]:
     """Return what each rank shares with others; in each group of ranks in the same order."""
-    shared: dict[int, Shared] = {rank: {} for rank in ranks}
-    for number, replica in replicas:
-        for rank, row in replica.rows.items():
-            shared[rank].setdefault(number, array("I")).append(row)
+    shared: dict[int, PackedShared] = {rank: {} for rank in alike.tables}
+    numbers: dict[frozenset[int], int] = {}
+    outlines = {rank: table.rows().outline for rank, table in alike.tables.items()}
+    for kind, cells in zip(alike.kinds, alike.cells):
+        packed: dict[tuple[Outline, int], Union[Words, int]] = {}
+        for box, holders in cells.items():
+            # The main row first, where a rank has several.
+            places = {held.rank: alike.which(held) for held in reversed(holders)}
+            if len(places) < 2 or not box.numel:
+                continue
+            number = numbers.setdefault(frozenset(places), len(numbers))
+            for rank, which in places.items():
+                key = outlines[rank], which
+                if key not in packed:
+                    packed[key] = packed_rows(outlines[rank], kind.rows[outlines[rank]][which])
+                shared[rank].setdefault(number, []).append(packed[key])
     return shared
+
+
+def unpacked(shared: PackedShared, outline: Outline) -> Shared:
+    """Return the rows that a rank with an outline shares."""
+    return {
+        number: array("I", (row for rows in parts for row in outline.rows_of(rows)))
+        for number, parts in shared.items()
+    }
 
 
 def digests_of(data: Sequence[torch.Tensor], shared: Shared) -> Digests:

@@ -30,13 +30,16 @@ from torch_dcp_backport.dist_checkpointing._src import (
 from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.commit import Claim
-from torch_dcp_backport.dist_checkpointing._src.plans import Item, WriteShare, shares_of
+from torch_dcp_backport.dist_checkpointing._src.plans import Item, Plan, WriteShare, plan_of
 from torch_dcp_backport.dist_checkpointing._src.staged import Staged, give_back, staged
 from torch_dcp_backport.dist_checkpointing._src.table import (
+    Outline,
     RowTable,
+    alike_of,
     cells_of,
     findings_of,
     spelled,
+    table_of,
     unwritable,
 )
 from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
@@ -122,6 +125,8 @@ class Ready(NamedTuple):
 
     saving: Saving
     claim: Claim
+    #: Of its tensors.
+    outline: Outline
     #: By number in the table, those of main replicas: as they are written.
     objects: dict[int, bytes]
     #: Of the first rank.
@@ -276,11 +281,15 @@ def ready_of(call: Call, saving: Saving) -> Ready:
         with call.guard("common state"):
             state = bytes_of(saving.common, saving.must_load, "the common state")
     compared = b"" if saving.compared is None else common.digest_of(saving.compared)
+    rows = saving.table.rows()
+    saving = saving._replace(table=RowTable(rows, saving.table.objects))
     digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
     # Last: a claim that is taken is returned where the ranks do not go on.
     claim = Claim(saving.folder)
     claim.take()
-    return Ready(saving, claim, objects, state, digest, compared, plans.find(call.ranks, digest))
+    return Ready(
+        saving, claim, rows.outline, objects, state, digest, compared, plans.find(call.ranks, digest)
+    )
 
 
 def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple[WriteShare, plans.KeptPlan]:
@@ -301,15 +310,15 @@ def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple
     with at_first(call, REPLICAS, own) as meeting:
         if meeting.decides:
             tables = {rank: table for rank, (table, _) in meeting.heard.items()}
-            cells = cells_of(tables)
             rows_by_rank = {rank: digests for rank, (_, digests) in meeting.heard.items()}
-            problems = replicas.problems_of(replicas.replicas_in(cells), rows_by_rank)
+            problems = replicas.problems_of(replicas.replicas_in(cells_of(tables)), rows_by_rank)
             warn_of_replicas(saving.folder, problems)
-            shares = shares_of(tables, cells, saving.is_balanced, fixed=problems)
+            plan = plan_of(alike_of(tables), saving.is_balanced, fixed=problems)
             commit.clear(saving.folder)
-            description = plans.Description(tables, shares)
-            meeting.answer_each(shares)
-    return meeting.result, plans.KeptPlan(b"", b"", {}, description)
+            description = plans.Description(plan)
+            meeting.answer_each(plan.shares())
+    share = meeting.result.share_of(saving.table.rows().outline)
+    return share, plans.KeptPlan(b"", b"", {}, description)
 
 
 def warn_of_replicas(folder: Path, problems: Mapping[str, Problem]) -> None:
@@ -330,56 +339,87 @@ def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.K
     """
     with call.guard() as own:
         kept, compared = made.value.kept, made.value.compared
-        own.set((made.value.digest, kept.number if kept else b"", compared))
+        outline = made.value.outline.digest
+        own.set((made.value.digest, kept.number if kept else b"", compared, outline))
     with call.guard() as same:
         same.set({"verify_integrity": str(bool(made.value.saving.is_hashed))})
     with at_first(call, COMPARING, own, same) as meeting:
         if meeting.decides:
-            # Of the table, of the kept plan, and of the common state.
-            digests = {rank: digest for rank, (digest, _, _) in meeting.heard.items()}
-            numbers = {number for _, number, _ in meeting.heard.values()}
+            # Of the table, of the kept plan, of the common state, and of the outline.
+            digests = {rank: digest for rank, (digest, _, _, _) in meeting.heard.items()}
+            numbers = {number for _, number, _, _ in meeting.heard.values()}
             is_known = kept is not None and kept.digests == digests and numbers == {kept.number}
-            is_alike = not compared or {state for _, _, state in meeting.heard.values()} == {compared}
-            meeting.answer((is_known, is_alike))
-    is_known, is_alike = meeting.result
+            is_alike = not compared or {state for _, _, state, _ in meeting.heard.values()} == {compared}
+            # Of the ranks with the same keys the first one sends them.
+            senders = {meeting.heard[rank][-1]: rank for rank in sorted(meeting.heard, reverse=True)}
+            meeting.answer((is_known, is_alike, set(senders.values())))
+    is_known, is_alike, senders = meeting.result
     ready = made.value
     if not is_alike:
         compare_common(call, ready.saving)
     if is_known and ready.kept is not None:
         share, shared = pickle.loads(ready.kept.share)
-        return share, ready.kept, shared
-    return new_share(call, ready)
+        return share.share_of(ready.outline), ready.kept, replicas.unpacked(shared, ready.outline)
+    return new_share(call, ready, call.rank in senders)
 
 
-def new_share(call: Call, ready: Ready) -> tuple[WriteShare, plans.KeptPlan, replicas.Shared]:
+def new_share(
+    call: Call, ready: Ready, sends_keys: bool
+) -> tuple[WriteShare, plans.KeptPlan, replicas.Shared]:
     """Plan with the tables of all ranks, and keep the plan; return as `planned_share`.
+
+    Args:
+        sends_keys: send the outline of this rank's table, which other ranks may have, too.
 
     Raises:
         CheckpointingException: as `planned_share`.
     """
     digests: dict[int, bytes] = {}
     description: Optional[plans.Description] = None
-    with at_first(call, PLANNING, (ready.saving.table, ready.digest)) as meeting:
+    table = ready.saving.table
+    sent = ready.outline if sends_keys else ready.outline.digest
+    with at_first(call, PLANNING, (sent, table.rows().forms, table.objects, ready.digest)) as meeting:
         if meeting.decides:
-            saving, tables = ready.saving, {rank: table for rank, (table, _) in meeting.heard.items()}
-            digests = {rank: own for rank, (_, own) in meeting.heard.items()}
-            findings = findings_of(tables) if saving.is_checked else unwritable(tables)
-            cells = {} if findings else cells_of(tables)
-            shares = shares_of(tables, cells, saving.is_balanced)
-            findings = findings or clashes(tables, shares)
-            if findings:
-                raise Refusal(findings)
-            least = commit.LEAST_OF_A_BOX * sum(len(share.tensors) for share in shares.values())
-            commit.refuse_too_large(tables, least + len(ready.common), "the least size")
-            description = plans.Description(tables, shares)
+            digests = {rank: own for rank, (*_, own) in meeting.heard.items()}
+            plan, held = plan_at_first(ready, tables_of(meeting.heard))
+            description = plans.Description(plan)
             number = plans.number_of(digests)
-            held = replicas.replicas_in(cells) if saving.is_checked else []
-            shared = replicas.shared_by(held, tables)
-            meeting.answer_each({rank: (share, number, shared[rank]) for rank, share in shares.items()})
+            meeting.answer_each({rank: (share, number, held[rank]) for rank, share in plan.shares().items()})
     share, number, shared = meeting.result
-    plan = plans.KeptPlan(number, pickle.dumps((share, shared)), digests, description)
-    plans.keep(call.ranks, ready.digest, plan)
-    return share, plan, shared
+    kept = plans.KeptPlan(number, pickle.dumps((share, shared)), digests, description)
+    plans.keep(call.ranks, ready.digest, kept)
+    return share.share_of(ready.outline), kept, replicas.unpacked(shared, ready.outline)
+
+
+def tables_of(heard: Mapping[int, tuple[Any, ...]]) -> dict[int, RowTable]:
+    """Return the tables of all ranks, of which some have sent their outlines, and the others the digests."""
+    outlines = {sent.digest: sent for sent, *_ in heard.values() if isinstance(sent, Outline)}
+    return {
+        rank: table_of(outlines[getattr(sent, "digest", sent)], forms, objects)
+        for rank, (sent, forms, objects, _) in heard.items()
+    }
+
+
+def plan_at_first(
+    ready: Ready, tables: Mapping[int, RowTable]
+) -> tuple[Plan, Mapping[int, replicas.PackedShared]]:
+    """Return the plan of a save, and what each rank shares with others.
+
+    Raises:
+        Refusal: it cannot be saved.
+    """
+    saving = ready.saving
+    findings = findings_of(tables) if saving.is_checked else unwritable(tables)
+    if findings:
+        raise Refusal(findings)
+    alike = alike_of(tables)
+    plan = plan_of(alike, saving.is_balanced)
+    findings = clashes(plan)
+    if findings:
+        raise Refusal(findings)
+    # Four bytes are the checksum of a record.
+    commit.refuse_too_large(tables, 4 * plan.records() + len(ready.common), "the least size")
+    return plan, replicas.shared_by(alike) if saving.is_checked else {rank: {} for rank in tables}
 
 
 def compare_common(call: Call, saving: Saving) -> None:
@@ -423,10 +463,8 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
                 description = planned.plan.description
                 assert description is not None, "the first rank has it"
                 outputs = meeting.heard
-                described = description.to_bytes(outputs, (len(planned.common), zlib.crc32(planned.common)))
-                commit.publish_described(
-                    planned.folder, described, planned.common, outputs, planned.is_hashed
-                )
+                content = description.content(outputs, (len(planned.common), zlib.crc32(planned.common)))
+                commit.publish_described(planned.folder, content, planned.common, outputs, planned.is_hashed)
     except CheckpointingException as error:
         # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
         if error.is_agreed:
@@ -465,18 +503,19 @@ def work_of(saving: Saving, item: Item) -> WriteWork:
     return WriteWork(data, holds, item.box)
 
 
-def clashes(tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare]) -> Findings:
+def clashes(plan: Plan) -> Findings:
     """Return findings of records that the index could not tell apart: it knows them by their offset."""
     findings: Findings = []
-    known: dict[tuple[str, tuple[int, ...]], tuple[int, Box]] = {}
-    for rank, share in shares.items():
-        for item in share.tensors:
-            key = tables[rank].tensors[item.number].key
-            first, box = known.setdefault((key, item.box.offset), (rank, item.box))
-            if box != item.box:
-                what = "different boxes that begin at one place"
-                got, expected = spelled(item.box), f"{spelled(box)} as rank {first}"
-                findings.append((rank, Problem(what, key, got, expected)))
+    for kind, stripes in zip(plan.kinds, plan.stripes):
+        known: dict[tuple[int, ...], tuple[int, Box]] = {}
+        for stripe in stripes:
+            for own, holders in zip(stripe.boxes, stripe.holders):
+                rank = holders[next(iter(stripe.chosen))][0]
+                first, box = known.setdefault(own.offset, (rank, own))
+                if box != own:
+                    what = "different boxes that begin at one place"
+                    got, expected = spelled(own), f"{spelled(box)} as rank {first}"
+                    findings += [(rank, Problem(what, key, got, expected)) for key in kind.keys]
     return findings
 
 

@@ -5,11 +5,15 @@ Pure functions of all ranks' rows. Must never see a value.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+import pickle
+import weakref
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -145,23 +149,96 @@ class ObjectRow(NamedTuple):
     is_main: bool = True
 
 
+class Outline:
+    """The keys of a rank's rows, and of each the number of its form.
+
+    Ranks of a regular cut (FSDP, HSDP, DDP, tensor parallelism) have the same one: it is sent once, and kept
+    once. What is left of each rank's table, its forms, is as long as the list of different shapes.
+    """
+
+    def __init__(self, keys: Sequence[str], numbers: Words, digest: bytes = b"") -> None:
+        self.keys = keys
+        self.numbers = numbers
+        #: The same bytes for the same outline.
+        self.digest = digest or hashlib.blake2b(pickle.dumps((list(keys), numbers)), digest_size=16).digest()
+
+    @functools.cached_property
+    def rows_by_form(self) -> list[Words]:
+        """The numbers of each form's rows."""
+        rows = [array("I") for _ in range(max(self.numbers, default=-1) + 1)]
+        for row, form in enumerate(self.numbers):
+            rows[form].append(row)
+        return rows
+
+    @functools.cached_property
+    def rows_by_key(self) -> dict[str, list[int]]:
+        """The numbers of each key's rows."""
+        rows: dict[str, list[int]] = {}
+        for row, key in enumerate(self.keys):
+            rows.setdefault(key, []).append(row)
+        return rows
+
+    def rows_of(self, rows: Union[Words, int]) -> Words:
+        """Return rows that are told as such, or as the form of which they are all."""
+        return self.rows_by_form[rows] if isinstance(rows, int) else rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _outline_of, (self.digest, pickle.dumps((list(self.keys), self.numbers)))
+
+
+#: Digest -> the outline, as long as it is used: a thousand ranks send the same one.
+_outlines: weakref.WeakValueDictionary[bytes, Outline] = weakref.WeakValueDictionary()
+
+
+def _outline_of(digest: bytes, packed: bytes) -> Outline:
+    outline = _outlines.get(digest)
+    if outline is None:
+        keys, numbers = pickle.loads(packed)
+        outline = _outlines[digest] = Outline(keys, numbers, digest)
+    return outline
+
+
+class Rows(Sequence[Row]):
+    """A rank's rows, made when they are looked at: an outline, and the forms (a row without its key)."""
+
+    def __init__(self, outline: Outline, forms: Sequence[tuple[Any, ...]]) -> None:
+        self.outline = outline
+        self.forms = forms
+
+    def __len__(self) -> int:
+        return len(self.outline.keys)
+
+    def __getitem__(self, number: Any) -> Any:
+        return Row._make((self.outline.keys[number], *self.forms[self.outline.numbers[number]]))
+
+    def __iter__(self) -> Iterator[Row]:
+        forms = self.forms
+        return (
+            Row._make((key, *forms[number])) for key, number in zip(self.outline.keys, self.outline.numbers)
+        )
+
+
 class RowTable(NamedTuple):
     """A rank's rows."""
 
     tensors: Sequence[Row]
     objects: Sequence[ObjectRow] = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Between ranks: the keys, and of each what it has in common with many others.
+    def rows(self) -> Rows:
+        """Return the rows of tensors as an outline and forms."""
+        if isinstance(self.tensors, Rows):
+            return self.tensors
         forms: dict[tuple[Any, ...], int] = {}
         numbers = array("I", (forms.setdefault(row[1:], len(forms)) for row in self.tensors))
-        keys = [row.key for row in self.tensors]
-        return _table_of, (keys, numbers, list(forms), list(map(tuple, self.objects)))
+        return Rows(Outline([row.key for row in self.tensors], numbers), list(forms))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = self.rows()
+        return table_of, (rows.outline, rows.forms, list(map(tuple, self.objects)))
 
 
-def _table_of(keys: list[str], numbers: Words, forms: list[Any], objects: list[Any]) -> RowTable:
-    rows = [Row._make((key, *forms[number])) for key, number in zip(keys, numbers)]
-    return RowTable(rows, [ObjectRow(*row) for row in objects])
+def table_of(outline: Outline, forms: Sequence[tuple[Any, ...]], objects: Iterable[Any]) -> RowTable:
+    return RowTable(Rows(outline, forms), [ObjectRow(*row) for row in objects])
 
 
 class HeldRow(NamedTuple):
@@ -216,6 +293,49 @@ def without_twins(holders: list[HeldRow]) -> list[HeldRow]:
     ]
 
 
+class Alike(NamedTuple):
+    """The tables of all ranks, and their tensors by kinds."""
+
+    #: Ranks with equal outlines share them.
+    tables: Mapping[int, RowTable]
+    kinds: list[Kind]
+    #: Of each kind's first tensor, its boxes with their holders.
+    cells: list[dict[Box, list[HeldRow]]]
+    #: Outline -> of each row of an example which of the rows of its tensor it is.
+    places: Mapping[Outline, list[int]]
+
+    def which(self, held: HeldRow) -> int:
+        return self.places[self.tables[held.rank].rows().outline][held.number]
+
+    @staticmethod
+    def dtype_of(cells: Mapping[Box, Sequence[HeldRow]]) -> torch.dtype:
+        return next(rows[0].row.dtype for rows in cells.values())
+
+
+def alike_of(tables: Mapping[int, RowTable]) -> Alike:
+    """Return the tables with the kinds of their tensors; each kind is looked at once."""
+    tables = with_outlines(tables)
+    kinds = kinds_of(tables)
+    few = examples_of(tables, kinds)
+    cells = cells_of(few)
+    places: dict[Outline, list[int]] = {}
+    for rank, table in few.items():
+        outline = tables[rank].rows().outline
+        if outline not in places:
+            seen: Counter[str] = Counter()
+            places[outline] = []
+            for row in table.tensors:
+                places[outline].append(seen[row.key])
+                seen[row.key] += 1
+    return Alike(tables, kinds, [cells.get(kind.keys[0], {}) for kind in kinds], places)
+
+
+def packed_rows(outline: Outline, rows: Words) -> Union[Words, int]:
+    """Return the form whose rows these are, where they are all of them."""
+    form = outline.numbers[rows[0]]
+    return form if outline.rows_by_form[form] == rows else rows
+
+
 def findings_of(tables: Mapping[int, RowTable]) -> Findings:
     """Return the findings of all tables together: every element has to have one main copy."""
     few = examples(tables)
@@ -224,20 +344,75 @@ def findings_of(tables: Mapping[int, RowTable]) -> Findings:
     return _findings_of_all(tables)
 
 
+class Kind(NamedTuple):
+    """Tensors whose rows are alike on every rank but for their keys: layers have the same boxes."""
+
+    keys: list[str]
+    #: Outline -> of each of a key's rows there the numbers, one for each key.
+    rows: dict[Outline, list[Words]]
+
+    def part(self, numbers: Sequence[int]) -> Kind:
+        """Return some of the tensors."""
+        rows = {
+            outline: [array("I", (column[number] for number in numbers)) for column in columns]
+            for outline, columns in self.rows.items()
+        }
+        return Kind([self.keys[number] for number in numbers], rows)
+
+
+def kinds_of(tables: Mapping[int, RowTable]) -> list[Kind]:
+    """Return the kinds of all tensors; in each the keys are in the order in which ranks have them.
+
+    Looks at each outline once, however many ranks have it.
+    """
+    outlines = dict.fromkeys(table.rows().outline for table in tables.values())
+    paths: dict[tuple[int, int, int], int] = {}
+    # Key -> the number of the rows that it has so far.
+    seen: dict[str, int] = {}
+    for order, outline in enumerate(outlines):
+        for key, form in zip(outline.keys, outline.numbers):
+            seen[key] = paths.setdefault((seen.get(key, 0), order, form), len(paths) + 1)
+    kinds: dict[int, Kind] = {}
+    for key, path in seen.items():
+        kinds.setdefault(path, Kind([], {})).keys.append(key)
+    for kind in kinds.values():
+        for outline in outlines:
+            if kind.keys[0] in outline.rows_by_key:
+                columns = zip(*(outline.rows_by_key[key] for key in kind.keys))
+                kind.rows[outline] = [array("I", column) for column in columns]
+    return list(kinds.values())
+
+
+def with_outlines(tables: Mapping[int, RowTable]) -> dict[int, RowTable]:
+    """Return the same tables, in which ranks with the same outline share it."""
+    known: dict[bytes, Outline] = {}
+    shared = {}
+    for rank, table in tables.items():
+        rows = table.rows()
+        outline = known.setdefault(rows.outline.digest, rows.outline)
+        shared[rank] = RowTable(rows if outline is rows.outline else Rows(outline, rows.forms), table.objects)
+    return shared
+
+
 def examples(tables: Mapping[int, RowTable]) -> dict[int, RowTable]:
     """Return the rows of one tensor of each kind: layers are alike, and a problem of one is that of all."""
-    kinds: dict[Any, int] = {}
-    # Key -> the number of the kind that its rows so far make.
-    seen: dict[str, int] = {}
+    tables = with_outlines(tables)
+    return examples_of(tables, kinds_of(tables))
+
+
+def examples_of(tables: Mapping[int, RowTable], kinds: Sequence[Kind]) -> dict[int, RowTable]:
+    """Return the rows of each kind's first tensor."""
+    numbers: dict[Outline, list[int]] = {}
+    for kind in kinds:
+        for outline, columns in kind.rows.items():
+            numbers.setdefault(outline, []).extend(column[0] for column in columns)
+    small = {}
     for rank, table in tables.items():
-        for row in table.tensors:
-            key = row[0]
-            seen[key] = kinds.setdefault((seen.get(key, 0), rank, row[1:]), len(kinds) + 1)
-    chosen = set({kind: key for key, kind in seen.items()}.values())
-    return {
-        rank: RowTable([row for row in table.tensors if row.key in chosen], table.objects)
-        for rank, table in tables.items()
-    }
+        rows = table.rows()
+        small[rank] = RowTable(
+            [rows[number] for number in sorted(numbers.get(rows.outline, ()))], table.objects
+        )
+    return small
 
 
 def _findings_of_all(tables: Mapping[int, RowTable]) -> Findings:
@@ -350,8 +525,9 @@ def spelled(box: Box) -> str:
 
 def keys_of(tables: Mapping[int, RowTable]) -> Iterator[str]:
     """Yield the keys that some rank has, tensors' and objects'."""
+    outlines = dict.fromkeys(table.rows().outline for table in tables.values())
+    for outline in outlines:
+        yield from outline.keys
     for table in tables.values():
-        for row in table.tensors:
-            yield row.key
         for entry in table.objects:
             yield entry.unique_key

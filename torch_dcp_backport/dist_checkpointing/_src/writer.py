@@ -15,7 +15,14 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import integrity
-from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, Sink, blocks_in
+from torch_dcp_backport.dist_checkpointing._src.body import (
+    BLOCK,
+    Form,
+    Output,
+    Sink,
+    Written,
+    blocks_in,
+)
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
@@ -80,7 +87,7 @@ def write(
     # At most one block is held beside the tensors.
     block: Optional[torch.Tensor] = None
     with new_file(path, output.nbytes) as fd:
-        sink = Sink(fd)
+        sink, written = Sink(fd), list[Written]()
         for work, form in zip(tensors, forms):
             part = work.part
             if is_flat(part):
@@ -88,8 +95,8 @@ def write(
             else:
                 block = compat.host_buffer(BLOCK) if block is None else block
                 blocks = blocks_of(work, block)
-            output.tensors.append(sink.put_record(form, blocks, moved))
-        output = sink.ended(objects, output)
+            written.append(sink.put_record(form, blocks, moved))
+        output = sink.ended(objects, output._replace(tensors=written))
         return hashed(output, path) if is_hashed else output
 
 
