@@ -2,18 +2,24 @@
 """What a sharded save and load cost the processor: many small tensors, few large ones; beside torch's DCP.
 
     python3 tools/lanes.py run 2.6 -- python benchmarks/checkpoint_cost.py
+    python3 tools/lanes.py run transformers -- python benchmarks/checkpoint_cost.py --hf-alone
 
 Processor seconds of rank 0, of 4 ranks with one thread each, gloo, files in the page cache: wall time says
 little on a machine with other work. With the large tensors all ways run in turns; the medians of the rounds
 are told. "again" is a second save of the same tensors into another folder. Every tensor is cut along its
-first axis, a part on each rank; ours write checksums and compare them.
+first axis, a part on each rank; ours write checksums and compare them. Where safetensors is installed, one
+process also saves tensors by `hf.save_state_dict` and by safetensors' `save_file`, in turns, in memory
+(/dev/shm) and in the folder for temporary files; ours is on the disk when it returns, and so `save_file` is
+also told with a sync.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
+import logging
 import os
 import resource
 import sys
@@ -156,6 +162,63 @@ def load(way: str, state: dict[str, Any], place: Path) -> None:
         room.load(state, place, verify_integrity=way == HASHED)
 
 
+# --- Hugging Face files, in one process ---
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def save_hf(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    from torch_dcp_backport import hf
+
+    hf.save_state_dict(tensors, folder, like={"model_type": "made"})
+
+
+def save_by_safetensors(tensors: dict[str, torch.Tensor], folder: Path, is_synced: bool = False) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    if is_synced:
+        with open(folder / "model.safetensors", "rb") as file:
+            os.fsync(file.fileno())
+
+
+def tell_hf(rounds: int) -> None:
+    """The least of the rounds: a save has nothing to do but to copy."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        print("\nsafetensors is not installed: hf.save_state_dict is not measured")
+        return
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    ways: dict[str, Callable[..., None]] = {
+        "hf.save_state_dict": save_hf,
+        "save_file": save_by_safetensors,
+        "save_file, synced": functools.partial(save_by_safetensors, is_synced=True),
+    }
+    kinds = {"64 MiB": (8, (4096, 4096)), "8 MiB": (16, (2048, 1024))}
+    print(f"\n{'':32s}" + "".join(f"{way:>20s}" for way in ways) + f"{'ratio':>8s}   CPU s/GB")
+    for place in [path for path in ("/dev/shm", tempfile.gettempdir()) if os.access(path, os.W_OK)]:
+        for kind, (count, shape) in kinds.items():
+            tensors = {f"model.{number}": torch.randn(shape) for number in range(count)}
+            gigabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
+            costs: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(4 * rounds + 1):
+                for way, save_as in ways.items():
+                    with tempfile.TemporaryDirectory(dir=place) as folder:
+                        before = processor_seconds()
+                        save_as(tensors, Path(folder) / "m")
+                        costs[way].append((processor_seconds() - before) / gigabytes)
+            least = {way: min(each[1:]) for way, each in costs.items()}
+            ratio = least["hf.save_state_dict"] / least["save_file"]
+            cells = "".join(f"{least[way]:20.2f}" for way in ways)
+            print(f"{f'{place}, {count} of {kind}':32s}{cells}{ratio:8.2f}", flush=True)
+
+
 # --- the tables ---
 
 
@@ -190,7 +253,11 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=8, help="tensors of 64 MiB; 0 for none")
     parser.add_argument("--rounds", type=int, default=3, help="of the large tensors, in turns")
     parser.add_argument("--phases", action="store_true", help="the phases of ours")
+    parser.add_argument("--hf-alone", action="store_true", help="only Hugging Face files")
     options = parser.parse_args()
+    if options.hf_alone:
+        tell_hf(options.rounds)
+        return
     print(
         f"torch {torch.__version__}\n\n{'rank 0':32s} {'save':>8s} {'again':>8s} {'load':>8s}   CPU seconds"
     )
@@ -201,6 +268,7 @@ def main() -> None:
             print(f"{way + f', {count:,} tensors':32s} {cells}", flush=True)
     if not options.large:
         return
+    tell_hf(options.rounds)
     print(
         f"\n{'mean of the ranks':32s} {'save':>8s} {'again':>8s} {'load':>8s}   "
         "CPU s/GB; peak, MiB; seconds until all ranks are done"

@@ -761,10 +761,6 @@ def counted(api: Any, root: Path, steps: int) -> dict[str, int]:
 def test_a_save_reads_as_many_files_however_many_steps_there_are(ranks, tmp_path: Path) -> None:
     few = ranks(counted, tmp_path / "few", 3, world=2)
     many = ranks(counted, tmp_path / "many", 33, world=2)
-    # Whether a manifest is another one now, which another process published, a look at its times tells: when
-    # the save begins, and when the step is published.
-    more = many[0].pop("stat") - few[0].pop("stat")
-    assert more <= 2 * 30
     assert few == many
     # Other ranks list nothing: neither the root nor the draft.
     assert many[1]["scandir"] == 0

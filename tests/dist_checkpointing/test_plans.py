@@ -190,39 +190,3 @@ def test_a_content_that_was_not_made_to_its_end_is_made_anew() -> None:
     assert beginning.data is None
     content = columns.Content(metadata.listing_of(index), beginning)
     assert b"".join(content) == b"".join(content) == metadata.to_bytes(index)
-
-
-_opened: list[str] = []
-
-
-def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and str(arguments[0]).endswith(".distcp"):
-        _opened.append(Path(str(arguments[0])).name)
-
-
-def with_counters(value: float) -> dict[str, Any]:
-    """As AdamW has them: what is cut between all ranks, and a number of each that all ranks hold."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    state = {}
-    for number in range(40):
-        cut, counter = torch.full((50, 7), value + rank), torch.tensor(value + number)
-        state[f"cut{number}"] = ShardedTensor.from_rank_offsets(f"cut{number}", cut, (0, rank, world))
-        state[f"step{number}"] = ShardedTensor.from_rank_offsets(f"step{number}", counter, replica_id=rank)
-    return state
-
-
-def files_of_a_load(room: Any, folder: Path) -> tuple[list[str], bool]:
-    room.save(with_counters(3.0), folder)
-    sys.addaudithook(_note_open)  # for as long as the process lives
-    _opened.clear()
-    loaded = room.load(with_counters(0.0), folder)
-    files = sorted(set(_opened))
-    wanted = {key: part.data for key, part in with_counters(3.0).items()}
-    return files, all(torch.equal(loaded[key], value) for key, value in wanted.items())
-
-
-def test_a_load_on_the_same_ranks_opens_its_own_file_and_one_more(ranks: Any, tmp_path: Path) -> None:
-    outcomes = ranks(files_of_a_load, tmp_path, world=4)
-    assert [equal for _, equal in outcomes] == [True] * 4
-    assert [len(files) for files, _ in outcomes] == [1, 2, 2, 2]
-    assert all(outcomes[0][0][0] in files for files, _ in outcomes), outcomes

@@ -16,10 +16,10 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src import foreign, integrity
-from torch_dcp_backport.dist_checkpointing._src.files import Damaged, ReadSource
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged, OpenFiles, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, RecordPlace, Stored
-from torch_dcp_backport.dist_checkpointing._src.reader import BLOCK, Read, RecordReader, wrong_files
+from torch_dcp_backport.dist_checkpointing._src.reader import BLOCK, Read, RecordReader
 from torch_dcp_backport.dist_checkpointing._src.table import covered, fills
 from torch_dcp_backport.dist_checkpointing._src.unpickle import escaped
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
@@ -97,12 +97,13 @@ def verify(checkpoint_dir: Folder) -> list[str]:
         checkpoint = opened_alone(checkpoint_dir)
     except CheckpointingException as error:
         return [str(error)]
-    return list(problems_of(checkpoint))
+    with OpenFiles(checkpoint.folder) as files:
+        return list(problems_of(checkpoint, files))
 
 
-def problems_of(checkpoint: Opened) -> Iterator[str]:
-    index, folder = checkpoint.holds, checkpoint.folder
-    gone = list(wrong_files(folder, index.places(), index))
+def problems_of(checkpoint: Opened, files: OpenFiles) -> Iterator[str]:
+    index = checkpoint.holds
+    gone = list(files.problems(((key, place.file) for key, place in index.places()), index.ends))
     yield from map(str, gone)
     missing = {problem.what.split(" ")[0] for problem in gone}
     for key, stored in index.tensors.items():
@@ -110,7 +111,7 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
         total = sum(box.numel for box in boxes)
         if not fills(boxes, stored.shape) and not covered(boxes) == total == math.prod(stored.shape):
             yield f"{key}: its boxes do not cover shape {tuple(stored.shape)} once"
-    reader = RecordReader(folder, index.is_ours)
+    reader = RecordReader(files, index.is_ours)
     for name, chunks in sorted(chunks_by_file(checkpoint).items()):
         if name in missing:
             continue
@@ -128,7 +129,7 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
                 yield f"{key}: {error}"
     yield from problems_of_digests(checkpoint)
     try:
-        checkpoint.common_state(trust=False)
+        checkpoint.common_state(trust=False, reader=reader)
     except CheckpointingException as error:
         if "known to be harmless" not in str(error):
             yield str(error)
@@ -136,8 +137,8 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
 
 def not_whole(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Problem]:
     """Return the problems that keep tensors from being read in full."""
-    places = [(key, chunk.place) for key, tensor in stored.items() for chunk in tensor.chunks]
-    problems = list(wrong_files(checkpoint.folder, places, checkpoint.holds))
+    needed = ((key, chunk.place.file) for key, tensor in stored.items() for chunk in tensor.chunks)
+    problems = list(OpenFiles(checkpoint.folder, most=0).problems(needed, checkpoint.holds.ends))
     for key, tensor in stored.items():
         boxes = [chunk.box for chunk in tensor.chunks]
         if not fills(boxes, tensor.shape):

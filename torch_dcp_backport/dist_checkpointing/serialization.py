@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch_dcp_backport.dist_checkpointing._src import commit, report
 from torch_dcp_backport.dist_checkpointing._src import load as engine
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.files import OpenFiles
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
@@ -365,19 +366,18 @@ def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnder
         with call.guard() as asked:
             load = LoadUnderWay(checkpoint, asked)
             yield load
-        with call.guard() as own:
-            parts, shared_in = split(asked.value), options.shared_in
-            own.set(
-                Loading(call, checkpoint.value, parts, mode, options.trust, shared_in, options.has_common)
-            )
-        if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
-            call.kind = PlanRefused
-        missing = agree_on_load(call, own, options.is_checked)
-        call.kind = CheckpointingException
-        loaded: Loading = own.value
-        result: Any = loaded.read()
+        with OpenFiles(checkpoint.value.folder) as files:
+            with call.guard() as own:
+                parts, shared_in, common = split(asked.value), options.shared_in, options.has_common
+                own.set(Loading(call, checkpoint.value, files, parts, mode, options.trust, shared_in, common))
+            if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
+                call.kind = PlanRefused
+            missing = agree_on_load(call, own, options.is_checked)
+            call.kind = CheckpointingException
+            loaded: Loading = own.value
+            result: Any = loaded.read()
         reader = loaded.reader
-        report.close(call.tally, loaded.records, reader.bytes_read, reader.files, clock.stop())
+        report.close(call.tally, loaded.records, reader.bytes_read, len(reader.names), clock.stop())
     if StrictHandling.requires_returning_mismatch_keys(mode):
         result = result, missing, loaded.unexpected
     load.end(result)

@@ -132,7 +132,7 @@ class CheckedReader(storage.StorageReader):
             with reader.open(name) as source, torch.no_grad():
                 for place, chunk, item in sorted(by_file[name], key=lambda entry: entry[0].offset):
                     if chunk is None:
-                        data = reader.read_object(place)
+                        data = reader.object_in(source, place)
                         # torch makes objects of any class of these bytes.
                         data = data if self.trust else self.harmless(item.storage_index.fqn, data)
                         planner.load_bytes(item, io.BytesIO(data))

@@ -61,10 +61,10 @@ from torch_dcp_backport.hf._src.opening import (
     viewed as viewed,
     with_prefix as with_prefix,
 )
+from torch_dcp_backport.hf._src.sight import opened_together as opened_together
 from torch_dcp_backport.hf._src.source import (
     CONFIG as CONFIG,
     copied_of as copied_of,
-    source_of as source_of,
 )
 from torch_dcp_backport.hf._src.state import (
     HeldPart as HeldPart,

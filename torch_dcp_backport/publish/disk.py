@@ -156,6 +156,9 @@ def check_writable(folder: Path) -> None:
         raise OSError(code, os.strerror(code), str(folder))
 
 
+READS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+
 def opened(path: Path) -> int:
     """Open a regular file for reading.
 
@@ -164,11 +167,38 @@ def opened(path: Path) -> int:
     Raises:
         OSError: it cannot be read, or is a pipe, a device, a socket or a folder.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    fd = os.open(path, READS)
+    try:
+        check_regular(fd, path)
+    except OSError:
         os.close(fd)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise
     return fd
+
+
+def opened_own(path: Path) -> int:
+    """Open a regular file as `opened` does, for this process alone: `close_own` closes it.
+
+    Raises:
+        OSError: as `opened`.
+    """
+    fd = open_own(path, READS)
+    try:
+        check_regular(fd, path)
+    except OSError:
+        close_own(fd)
+        raise
+    return fd
+
+
+def check_regular(fd: int, path: Path) -> None:
+    """Refuse an open file that is a pipe, a device, a socket or a folder.
+
+    Raises:
+        OSError: naming it.
+    """
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
 def read_whole(path: Path, most: int = MOST_SMALL) -> bytes:

@@ -70,8 +70,8 @@ class OrchestrationMode(Enum):
 class RootSteps(NamedTuple):
     """The steps of a root, as the first rank sees them."""
 
-    #: Good steps, newest first: (step, path).
-    good: list[tuple[int, str]]
+    #: The newest good step that no load has failed on, as (step, path); None where there is none.
+    good: Optional[tuple[int, str]]
     #: Why others that this package published are not good, a text for each.
     faults: list[str]
     tracked: Optional[int]
@@ -543,46 +543,40 @@ class CheckpointHandler:
         failures: dict[str, str] = {}
         absent, tried = list[str](), set[int]()
         while True:
-            steps, is_first = self.look()
-            left = [(step, path) for step, path in steps.good if path not in failures]
-            for step, path in left:
-                try:
-                    self.load_step(Path(path), steps.is_ours)
-                except user_state.UsersError:
-                    # Older steps may fit; but what the program asked for, it gets or hears of.
-                    raise
-                except CheckpointingException as error:
-                    if self.resume_mode == "resume_path":
-                        raise
-                    failures[path] = f"{path}: {error}"
-                    if is_hidden(path):
-                        # Its writer may have been about to replace it, and be done by now.
-                        break
-                    self._distrusted.add(Path(path).absolute())
-                    continue
-                if is_first:
-                    log_skipped([*steps.faults, *absent, *failures.values()], step, steps.tracked)
-                    if steps.others:
-                        logger.warning("passed over, as this package did not save it: %s", some(steps.others))
-                    if is_hidden(path):
-                        text = "%s is read where it is: a save that replaces %s was killed, or is under way"
-                        logger.warning(text, path, store.name_given(Path(path)))
-                    for other, text in failures.items():
-                        retention.distrust(Path(other), text)
-                    is_step = Path(path).parent == self.default_local_dir and not os.path.islink(path)
-                    is_step = is_step and not is_hidden(path)
-                    if is_step and not self.is_uploaded(Path(path)):
-                        self.upload(Path(path))
-                self._believed = Path(path)
-                return step
-            # Another process may have published since, and its retention may have removed these steps.
-            if not left:
+            # Another process may have published since the last look, and its retention removed steps.
+            steps, is_first = self.look(failures)
+            if steps.good is None:
                 brought = self.bring(tried)
                 absent = brought.faults
                 if brought.step is None:
                     break
                 tried.add(brought.step)
                 failures.pop(str(self.default_local_dir / store.name_of(brought.step)), None)
+                continue
+            step, path = steps.good
+            try:
+                self.load_step(Path(path), steps.is_ours)
+            except user_state.UsersError:
+                # Older steps may fit; but what the program asked for, it gets or hears of.
+                raise
+            except CheckpointingException as error:
+                if self.resume_mode == "resume_path":
+                    raise
+                failures[path] = f"{path}: {error}"
+                # The writer of a hidden one may have been about to replace it, and be done by now.
+                if not is_hidden(path):
+                    self._distrusted.add(Path(path).absolute())
+                continue
+            if is_first:
+                self.tell_loaded(steps, [*steps.faults, *absent, *failures.values()])
+                for other, text in failures.items():
+                    retention.distrust(Path(other), text)
+                is_step = Path(path).parent == self.default_local_dir and not os.path.islink(path)
+                is_step = is_step and not is_hidden(path)
+                if is_step and not self.is_uploaded(Path(path)):
+                    self.upload(Path(path))
+            self._believed = Path(path)
+            return step
         texts = [*steps.faults, *absent, *failures.values(), *steps.others]
         if texts:
             raise CheckpointingException(
@@ -594,8 +588,12 @@ class CheckpointHandler:
             return first.load_checkpoint()
         return 0
 
-    def look(self) -> tuple[RootSteps, bool]:
-        """Return the steps that the first rank sees, and whether this rank is the first. Collective."""
+    def look(self, failed: Collection[str] = ()) -> tuple[RootSteps, bool]:
+        """Return the steps that the first rank sees, and whether this rank is the first. Collective.
+
+        Args:
+            failed: paths of steps that could not be loaded.
+        """
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
             common = {
                 "default_local_dir": str(self.default_local_dir),
@@ -606,8 +604,19 @@ class CheckpointHandler:
             }
             with at_first(call, Topic("looking for steps"), common=common) as meeting:
                 if meeting.decides:
-                    meeting.answer(self.find_steps())
+                    meeting.answer(self.find_steps(failed))
             return meeting.result, call.is_first
+
+    def tell_loaded(self, steps: RootSteps, skipped: Sequence[str]) -> None:
+        """Log what was passed over for the step that was loaded, and where that is."""
+        assert steps.good is not None, "it was loaded"
+        step, path = steps.good
+        log_skipped(skipped, step, steps.tracked)
+        if steps.others:
+            logger.warning("passed over, as this package did not save it: %s", some(steps.others))
+        if is_hidden(path):
+            text = "%s is read where it is: a save that replaces %s was killed, or is under way"
+            logger.warning(text, path, store.name_given(Path(path)))
 
     def bring(self, tried: set[int]) -> Brought:
         """Bring the newest step of the store that was not tried yet. Collective.
@@ -639,11 +648,15 @@ class CheckpointHandler:
         with together.reading(path, is_verified=is_verified, group=self.process_group):
             self.read(path)
 
-    def find_steps(self) -> RootSteps:
-        """Find the steps to try; change nothing. Runs on the first rank."""
+    def find_steps(self, failed: Collection[str] = ()) -> RootSteps:
+        """Find the step to try; change nothing. Runs on the first rank.
+
+        Args:
+            failed: paths of steps that could not be loaded.
+        """
         root = self.default_local_dir
         if self.resume_mode == "disable":
-            return RootSteps([], [], None)
+            return RootSteps(None, [], None)
         if self.resume_mode == "resume_path":
             given = Path(str(self.resume_from_path))
             path = store.located(given)
@@ -651,16 +664,21 @@ class CheckpointHandler:
             is_ours = not (step.foreign == manifest.NotOurs.kind and verl.saved_world(path))
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
-            return RootSteps([(step.step, str(path))], [], None, is_ours=is_ours)
+            return RootSteps((step.step, str(path)), [], None, is_ours=is_ours)
         if os.path.lexists(root) and not os.path.isdir(root):
             raise NotADirectoryError(f"{root} is no folder")
-        steps = self.shelf.steps()
-        good = [(step.step, str(step.path)) for step in steps if not step.fault]
+        good: Optional[tuple[int, str]] = None
         faults, others = list[str](), list[str]()
-        for step in steps:
-            if step.fault:
-                texts = others if step.foreign == manifest.NotOurs.kind else faults
-                texts.append(f"{step.path}: {step.fault}")
+        for entry in self.shelf.readable():
+            if str(entry.path) in failed:
+                continue
+            # A run of 10,000 steps: only the files of the newest good step are looked at.
+            fault = entry.fault if good is not None else store.examined(entry.path, entry.step).fault
+            if fault:
+                texts = others if entry.foreign == manifest.NotOurs.kind else faults
+                texts.append(f"{entry.path}: {fault}")
+            elif good is None:
+                good = entry.step, str(entry.path)
         return RootSteps(good, faults, store.tracked(root), others)
 
     def read(self, folder: Path) -> None:

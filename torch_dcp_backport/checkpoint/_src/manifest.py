@@ -208,19 +208,33 @@ def share_of(manifest: Manifest, share: int, shares: int) -> list[str]:
     return by_size[share::shares]
 
 
-def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield the files that are missing, no regular files or of another size, and why. Reads no content."""
-    for name, entry in manifest.files.items():
-        fault = fault_of(folder / name, entry)
+def faults(
+    folder: Path,
+    manifest: Manifest,
+    names: Optional[Iterable[str]] = None,
+    is_absent_fine: bool = False,
+) -> Iterator[str]:
+    """Yield the files that are missing, no regular files or of another size, and why. Reads no content.
+
+    Args:
+        folder: the step's.
+        manifest: of the step.
+        names: the files to look at; None looks at all.
+        is_absent_fine: leave out those that cannot be looked at.
+    """
+    for name in manifest.files if names is None else names:
+        fault = fault_of(folder / name, manifest.files[name], is_absent_fine)
         if fault:
             yield f"{name}{fault}"
 
 
-def fault_of(path: Path, entry: ManifestEntry) -> str:
+def fault_of(path: Path, entry: ManifestEntry, is_absent_fine: bool = False) -> str:
     """Return what is wrong with a file, by its size and kind; "" where nothing is."""
     try:
-        seen = path.stat()
+        seen = os.stat(path)
     except OSError as error:
+        if is_absent_fine:
+            return ""
         return f": {error.strerror}"
     if not stat.S_ISREG(seen.st_mode):
         return " is no regular file"

@@ -29,6 +29,7 @@ from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     Loading,
+    OpenFiles,
     SaveOptions,
     ShardedObject,
     begin,
@@ -287,9 +288,11 @@ class NearbyCheckpoints:
             if choice is None:
                 return None
             place = self._here.place_of(position(call), choice.save) / SHARDED
-            loading = call.attempt(self._opened, call, place, state)
-            meet(call, Topic("comparing the state with what was saved", f"nothing was changed; {ELSEWHERE}"))
-            loaded = loading.value.read()
+            with OpenFiles(place) as files:
+                loading = call.attempt(self._opened, call, files, state)
+                topic = Topic("comparing the state with what was saved", f"nothing was changed; {ELSEWHERE}")
+                meet(call, topic)
+                loaded = loading.value.read()
         copied_from = choice.away.get(position(call), "")
         return NearbyStep(choice.step, restored_of(state, loaded), copied_from)
 
@@ -618,11 +621,10 @@ class NearbyCheckpoints:
                 meeting.answer(sorted(set(every)))
         return meeting.result  # type: ignore[no-any-return]
 
-    def _opened(self, call: Call, place: Path, state: Mapping[str, Any]) -> Loading:
+    def _opened(self, call: Call, files: OpenFiles, state: Mapping[str, Any]) -> Loading:
         """Compare this rank's part with a state; the problems are the call's."""
-        loading = Loading(
-            call, open_alone(place), split(self._own_part(state)), StrictHandling.RAISE_ALL, self.trust
-        )
+        opened, parts = open_alone(files.folder), split(self._own_part(state))
+        loading = Loading(call, opened, files, parts, StrictHandling.RAISE_ALL, self.trust)
         own = loading.described()
         try:
             loading.unfold(loading.decided({call.rank: own}, False)[1])

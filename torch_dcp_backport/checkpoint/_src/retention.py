@@ -29,6 +29,7 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 PATIENCE = 10.0
 CANNOT_REMOVE = "cannot remove steps that are not kept"
 KEEP, LEAVE, REMOVE = "keep", "left alone", "remove"
+PINNED = "pinned"
 
 
 def keeping(count: Optional[int]) -> Optional[PreservationPolicy]:
@@ -71,17 +72,21 @@ def verdicts(
         elif policy is None:
             fault = fault_of(entry)
             reason = f"not counted: {fault}" if fault else reason
-        elif store.is_pinned(entry.path):
-            reason = "pinned"
         elif good < last:
-            fault = fault_of(entry)
-            good += not fault
-            reason = f"not counted: {fault}" if fault else f"{good} of {last}"
+            if store.is_pinned(entry.path):
+                reason = PINNED
+            else:
+                fault = fault_of(entry)
+                good += not fault
+                reason = f"not counted: {fault}" if fault else f"{good} of {last}"
         elif policy.every is not None and entry.step % policy.every == 0:
             reason = f"divisible by {policy.every}"
         elif entry.path in best:
             place = f"{best.index(entry.path) + 1} of the best {policy.best}"
             reason = f"{place}, with metric {entry.metric:g}"
+        elif store.is_pinned(entry.path):
+            # Asked only where it decides: of a run of 10,000 steps that stay, no save looks at each.
+            reason = PINNED
         elif store.is_uploading(entry.path):
             reason = "being uploaded"
         else:
@@ -159,9 +164,12 @@ class Retention:
                 # A step that cannot be hidden is no reason to keep the others.
                 logger.error("%s", still_there(entry.path, error))
                 continue
-            if taken is not None and trash is not None:
+            if taken is None:
+                # Gone, pinned, or saved again: the next save sees which.
+                shelf.forget(entry)
+            elif trash is not None:
                 logger.info("%s is in the trash, as %s", entry.path, taken)
-            elif taken is not None:
+            else:
                 self._background.add(functools.partial(self._remove, taken, entry.path, shelf.root))
 
     def _remove(self, hidden: Path, final: Path, root: Path, is_told: bool = False) -> str:

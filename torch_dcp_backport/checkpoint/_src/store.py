@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ PINNED = "pinned.txt"
 COARSE = 3.0
 #: Files beside those that the manifest lists.
 MARKS = (UPLOADED, UPLOADING, NOT_LOADED, PINNED, OWNER)
+#: Of a step that is loaded, and left alone by retention.
+LINK = "a link"
 #: Held while a step is hidden, and while a step is marked as being uploaded.
 _taking = threading.Lock()
 
@@ -101,6 +104,11 @@ class ListedStep(NamedTuple):
     identity: Optional[Identity]
     metric: Optional[float] = None
 
+    @property
+    def fault(self) -> str:
+        """Why it must not be loaded, as far as its manifest tells; "" where nothing speaks against it."""
+        return "" if self.foreign == LINK else self.reason
+
 
 class Stamp(NamedTuple):
     """Numbers of which some change when another manifest is published in a root's folder."""
@@ -114,6 +122,16 @@ class Stamp(NamedTuple):
     ctime_ns: int
 
 
+class KnownStep(NamedTuple):
+    """A step folder as it was listed, and what tells whether it is another one now."""
+
+    #: Of the folder in the root.
+    inode: int
+    #: None where the manifest was written just now, and the next one might have the same.
+    stamp: Optional[Stamp]
+    entry: ListedStep
+
+
 @dataclass
 class Shelf:
     """The places of a run's folders: root/global_step_N, or a path below it."""
@@ -121,7 +139,7 @@ class Shelf:
     root: Path
     below: Path = Path()
     #: Name in the root -> the folder as it was listed: a run of 10,000 steps reads each manifest once.
-    known: dict[str, tuple[Stamp, ListedStep]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[str, KnownStep] = field(default_factory=dict, compare=False, repr=False)
     #: Whether a save of this process has removed what others left.
     is_cleaned: bool = field(default=False, compare=False, repr=False)
 
@@ -160,26 +178,59 @@ class Shelf:
 
     def _listed(self, inodes: Mapping[str, int]) -> list[ListedStep]:
         listed: list[ListedStep] = []
-        known: dict[str, tuple[Stamp, ListedStep]] = {}
+        known: dict[str, KnownStep] = {}
+        looked_at = self._doubtful(inodes)
         for name, inode in inodes.items():
             step = step_named(name)
             if step is None:
                 continue
-            path = self.root / name / self.below
-            # Before the manifest is read: a change in between is seen by the next call.
-            stamp = stamp_of(path, inode)
-            former, entry = self.known.get(name, (None, None))
-            if stamp is None or stamp != former:
-                entry = listed_of(path, step) if os.path.isdir(path) else None
-            if entry is None:
+            path, former = self.root / name / self.below, self.known.get(name)
+            if former is None or former.inode != inode or name in looked_at:
+                former = self._read(former, path, step, inode)
+            if former is None:
                 continue
-            listed.append(entry)
-            if stamp is not None and not entry.foreign:
+            listed.append(former.entry)
+            if not former.entry.foreign:
                 # What could not be read may be read the next time.
-                known[name] = stamp, entry
+                known[name] = former
         self.known.clear()
         self.known.update(known)
         return sorted(listed, key=lambda entry: (entry.order, entry.step), reverse=True)
+
+    def _read(self, former: Optional[KnownStep], path: Path, step: int, inode: int) -> Optional[KnownStep]:
+        """Return a step folder as it is now; None where there is none. Reads another manifest than before."""
+        # Before the manifest is read: a change in between is seen by the next look.
+        stamp = stamp_of(path, inode)
+        if former is not None and stamp is not None and stamp == former.stamp:
+            return former
+        entry = listed_of(path, step)
+        if entry.foreign and not os.path.isdir(path):
+            return None
+        return KnownStep(inode, stamp, entry)
+
+    def _doubtful(self, inodes: Mapping[str, int]) -> set[str]:
+        """Return the names of steps that may be other saves than they were, with the same folder's inode.
+
+        A save in a step's place is made beside it, so that its folder has another inode, which the listing of
+        the root tells. It may have the same only if that one was removed before: then the step was published
+        by a handler after all others, and the tracker names it. To look at these alone keeps the calls of a
+        save from growing with the run. Before a step is removed, `hide` looks at it again in any case.
+        """
+        names = {name for name in inodes if step_named(name) is not None}
+        last = tracked(self.root) if not self.below.name and self.known else None
+        if last is None:
+            # A folder below a step's is in no listing; and no handler saves here.
+            return names
+        newest = max(self.known.values(), key=lambda known: (known.entry.order, known.entry.step))
+        counts = Counter(inodes[name] for name in names)
+        # Some file systems list every folder with the same number.
+        unknown = {name for name in names if counts[inodes[name]] > 1 or not inodes[name]}
+        young = {name for name, known in self.known.items() if known.stamp is None}
+        return {*unknown, *young, name_of(last), newest.entry.path.name}
+
+    def forget(self, entry: ListedStep) -> None:
+        """Read a step anew when it is listed the next time: it is no longer what it was."""
+        self.known.pop(entry.path.relative_to(self.root).parts[0], None)
 
     def next_order(self) -> int:
         """Return the order of the step that is published next.
@@ -315,7 +366,7 @@ def foreign_of(path: Path, step: int, content: Manifest) -> str:
     """Return why a folder with a manifest of ours is not what was published; "" where it is."""
     if content.step != step:
         return f"its manifest is of step {content.step}"
-    return "a link" if os.path.islink(path) else ""
+    return LINK if os.path.islink(path) else ""
 
 
 def examined(path: Path, step: int) -> Step:

@@ -455,12 +455,7 @@ def check_sizes(folder: Path) -> None:
     """
     with contextlib.suppress(manifest.BadManifest):
         content = manifest.read(folder)
-        listed = ((name, folder / name, entry) for name, entry in content.files.items())
-        faults = (
-            f"{name}{manifest.fault_of(path, entry)}"
-            for name, path, entry in listed
-            if name.startswith(f"{SHARDED}/") and os.path.exists(path) and manifest.fault_of(path, entry)
-        )
-        wrong = list(itertools.islice(faults, 3))
+        names = [name for name in content.files if name.startswith(f"{SHARDED}/")]
+        wrong = list(itertools.islice(manifest.faults(folder, content, names, is_absent_fine=True), 3))
         if wrong:
             raise CheckpointingException(f"{folder} is not what was saved: {'; '.join(wrong)}")

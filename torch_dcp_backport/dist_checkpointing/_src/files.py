@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Union
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Optional, Union
+
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.transfer import Problem
+
+#: The most files that a load keeps open between the look at them and the read.
+MOST_OPEN = 1024
 
 
 class Damaged(Exception):
@@ -72,3 +82,75 @@ class Memory(ReadSource):
         if part.nbytes < target.nbytes:
             raise Damaged(f"{self.name}: an entry of a record is outside of it")
         target[:] = part
+
+
+class OpenFiles:
+    """The files of a checkpoint that a load reads: each is opened once, and looked at by its descriptor.
+
+    A network file system asks its server for each open. What a file was when the ranks agreed on the load, it
+    is when it is read, whatever has its name then.
+    """
+
+    def __init__(self, folder: Path, most: Optional[int] = None) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: the checkpoint's.
+            most: how many files stay open at the same time; others are opened anew for each use. None is an
+                eighth of the files that this process may open.
+        """
+        self.folder = folder
+        self._most = most_open() if most is None else most
+        self._fds: dict[str, int] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._fds:
+            disk.close_own(self._fds.popitem()[1])
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[ReadSource]:
+        """Yield a file, which stays open if there is room.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        # The right to see a file is not the right to read it.
+        fd = self._fds.get(name)
+        if fd is None:
+            fd = disk.opened_own(self.folder / name)
+            if len(self._fds) < self._most:
+                self._fds[name] = fd
+        try:
+            yield ReadSource(fd, name)
+        finally:
+            if name not in self._fds:
+                disk.close_own(fd)
+
+    def problems(self, needed: Iterable[tuple[str, str]], ends: Mapping[str, int]) -> Iterator[Problem]:
+        """Open files, and yield the problems of those that are not there, or end before a record.
+
+        Args:
+            needed: (a key, the name of the file that has a record of it).
+            ends: name -> where its last record ends.
+        """
+        keys: dict[str, str] = {}
+        for key, name in needed:
+            keys.setdefault(name, key)
+        for name, key in keys.items():
+            try:
+                with self.open(name) as source:
+                    size = source.end()
+            except OSError as error:
+                yield Problem(f"{name} cannot be read", key, str(error))
+                continue
+            if size < ends[name]:
+                yield Problem(f"{name} is cut short", key, f"{size} bytes", f"at least {ends[name]}")
+
+
+def most_open() -> int:
+    """Return how many files a load may keep open: an eighth of what this process may, which has others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_OPEN if limit == resource.RLIM_INFINITY else min(limit // 8, MOST_OPEN)

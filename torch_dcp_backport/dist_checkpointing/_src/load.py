@@ -16,7 +16,7 @@ import torch
 
 from torch_dcp_backport.dist_checkpointing._src import commit, metadata, packed, values
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged
-from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace
+from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
 from torch_dcp_backport.dist_checkpointing._src.table import Row, covered, spelled
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
@@ -49,8 +49,12 @@ class Opened(NamedTuple):
     #: The bytes of its common state; None where it has none.
     common: Optional[bytes]
 
-    def common_state(self, trust: bool = False) -> Any:
+    def common_state(self, trust: bool = False, reader: Optional[RecordReader] = None) -> Any:
         """Return the common state; that of Megatron from 0.19 on, from its record.
+
+        Args:
+            trust: make objects of any class, which runs what the file says.
+            reader: of this checkpoint, with files that may be open; None opens the record's file.
 
         Raises:
             CheckpointingException: it cannot be read.
@@ -59,7 +63,8 @@ class Opened(NamedTuple):
         place = self.holds.objects.get(COMMON_STATE)
         try:
             if data is None and place is not None:
-                data, is_listed = RecordReader(self.folder, self.holds.is_ours).read_object(place), True
+                reader = reader or RecordReader(self.folder, self.holds.is_ours)
+                data, is_listed = reader.read_object(place), True
             if data is None:
                 return {}
             value = values.loads(data, trust)
@@ -241,15 +246,15 @@ def reads_of(index: Index, wanted: Iterable[WantedBox]) -> Iterator[Read]:
             yield Read(row.key, chunk, part, dtype, data, box)
 
 
-def places_of(
+def needed_files(
     index: Index, wanted: Iterable[WantedBox], objects: Iterable[str]
-) -> Iterator[tuple[str, RecordPlace]]:
-    """Yield (key, place) of the records that are read."""
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, file) of the records that are read."""
     for entry in wanted:
         for chunk, _ in entry.parts:
-            yield entry.row.key, chunk.place
+            yield entry.row.key, chunk.place.file
     for key in objects:
-        yield key, index.objects[key]
+        yield key, index.objects[key].file
 
 
 def stored_object(index: Index, unique_key: str) -> Optional[str]:

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_dcp_backport.dist_checkpointing._src import load as engine
 from torch_dcp_backport.dist_checkpointing._src import sharded_tensor
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
-from torch_dcp_backport.dist_checkpointing._src.files import Damaged
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged, OpenFiles
 from torch_dcp_backport.dist_checkpointing._src.load import Opened, WantedBox
 from torch_dcp_backport.dist_checkpointing._src.metadata import Index
-from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader, wrong_files
+from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
 from torch_dcp_backport.dist_checkpointing._src.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, examples, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
@@ -73,12 +73,14 @@ class Loading:
         self,
         call: Call,
         checkpoint: Opened,
+        files: OpenFiles,
         parts: Split,
         mode: StrictHandling,
         trust: bool,
         shared_in: Sequence[Group] = (),
         has_common: bool = True,
     ) -> None:
+        """Compare the parts with the checkpoint; `files` are its own, and are opened as they are needed."""
         self.call = call
         self.checkpoint = checkpoint
         self.index = checkpoint.holds
@@ -88,7 +90,7 @@ class Loading:
         #: The process group whose ranks read together; empty where each rank reads for itself.
         self.shared_in = shared_in
         self.has_common = has_common
-        self.reader = RecordReader(checkpoint.folder, self.index.is_ours, call.tally.meter.add)
+        self.reader = RecordReader(files, self.index.is_ours, call.tally.meter.add)
         self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
         #: The tensor that each is loaded into; None where it is still to be made.
         self.data = [part.data for part in self.tensors]
@@ -161,10 +163,10 @@ class Loading:
                 call.problems += self.unexpected_problems()
             call.problems += unwritable(self.tensors)
             call.problems += engine.problems_of(self.index, self.wanted)
-            places = engine.places_of(self.index, self.wanted, self.objects.values())
-            call.problems += wrong_files(self.checkpoint.folder, places, self.index)
+            needed = engine.needed_files(self.index, self.wanted, self.objects.values())
+            call.problems += self.reader.files.problems(needed, self.index.ends)
             if self.has_common:
-                self.common = self.checkpoint.common_state(self.trust)
+                self.common = self.checkpoint.common_state(self.trust, self.reader)
                 call.problems += self.plain_problems()
         for group in self.shared_in:
             with call.guard("the group that reads together"):
@@ -277,7 +279,7 @@ class Loading:
                             record_read = self.reader.read_object(place)
                         self.loaded[id(entry)] = engine.load_object(record_read, key, self.trust)
                 for entry in self.commons:
-                    self.loaded[id(entry)] = self.checkpoint.common_state(self.trust)
+                    self.loaded[id(entry)] = self.checkpoint.common_state(self.trust, self.reader)
             except Damaged as error:
                 call.record(Problem("damaged", got=str(error)), error)
         result: StateDict = {}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,12 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import foreign
 from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
-from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, ReadSource
-from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, OpenFiles, ReadSource
+from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, RecordPlace
 from torch_dcp_backport.dist_checkpointing._src.records import LARGEST, extent_of, form_of, pieces
 from torch_dcp_backport.dist_checkpointing._src.values import Unloadable, loads
 from torch_dcp_backport.dist_checkpointing._src.writer import bytes_of, is_flat
-from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import Box, Problem, part_of, row_major
+from torch_dcp_backport.transfer import Box, part_of, row_major
 
 #: Bytes that are read and then checksummed while they are still in the processor's cache.
 BLOCK = 2**20
@@ -111,25 +109,6 @@ class VerifiedValues(RecordValues):
         target[:] = self.data[start : start + target.nbytes]
 
 
-def wrong_files(folder: Path, needed: Iterable[tuple[str, RecordPlace]], index: Index) -> Iterator[Problem]:
-    """Yield problems of needed files that are not there, or end before a record; each with a key in it."""
-    keys: dict[str, str] = {}
-    for key, place in needed:
-        keys.setdefault(place.file, key)
-    for name, key in keys.items():
-        end = index.ends[name]
-        try:
-            size = os.stat(folder / name).st_size
-            if size >= end:
-                # The right to see a file is not the right to read it.
-                os.close(disk.opened(folder / name))
-        except OSError as error:
-            yield Problem(f"{name} cannot be read", key, str(error))
-            continue
-        if size < end:
-            yield Problem(f"{name} is cut short", key, f"{size} bytes", f"at least {end}")
-
-
 def neighbours(reads: Iterable[Read]) -> Iterator[tuple[int, int, list[Read]]]:
     """Yield (start, stop, reads): little records that lie side by side from start to stop, as far as BLOCK.
 
@@ -153,26 +132,35 @@ def neighbours(reads: Iterable[Read]) -> Iterator[tuple[int, int, list[Read]]]:
 class RecordReader:
     """Reads the wanted parts of a checkpoint's records."""
 
-    def __init__(self, folder: Path, is_ours: bool, moved: Callable[[int], None] = lambda _: None) -> None:
-        """`moved` is called with the bytes of values that were read since the last time."""
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Union[Path, OpenFiles],
+        is_ours: bool,
+        moved: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            folder: the checkpoint's; or its files, of which some may be open and stay so.
+            is_ours: whether this package wrote it.
+            moved: called with the bytes of values that were read since the last time.
+        """
+        self.files = folder if isinstance(folder, OpenFiles) else OpenFiles(folder, most=0)
         self.is_ours = is_ours
         self.moved = moved
-        #: Bytes that were asked of files, and files that were opened.
+        #: Bytes that were asked of files, and the names of these.
         self.bytes_read = 0
-        self.files = 0
+        self.names: set[str] = set()
         self._buffer: Optional[torch.Tensor] = None
 
     @contextmanager
     def open(self, name: str) -> Iterator[ReadSource]:
-        fd = disk.opened(self.folder / name)
-        source = ReadSource(fd, name)
-        self.files += 1
-        try:
-            yield source
-        finally:
-            self.bytes_read += source.nbytes
-            os.close(fd)
+        with self.files.open(name) as source:
+            self.names.add(name)
+            try:
+                yield source
+            finally:
+                self.bytes_read += source.nbytes
 
     def read(self, reads: Iterable[Read]) -> None:
         """Read parts of tensors, in the order in which they are stored.
@@ -304,7 +292,15 @@ class RecordReader:
             Damaged: a checksum is wrong.
         """
         with self.open(place.file) as source:
-            data = source.bytes_at(place.offset, place.length)
+            return self.object_in(source, place)
+
+    def object_in(self, source: ReadSource, place: RecordPlace) -> bytes:
+        """Return what `read_object` does, of a file that is open.
+
+        Raises:
+            Damaged: a checksum is wrong.
+        """
+        data = source.bytes_at(place.offset, place.length)
         verify_object(data, place)
         return bytes(data)
 

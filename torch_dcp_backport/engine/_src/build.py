@@ -22,7 +22,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.engine._src import reach
 from torch_dcp_backport.engine._src.checks import say
 from torch_dcp_backport.engine._src.mesh import Grid
-from torch_dcp_backport.hf import LOAD, Filled, Source, load_state_dict, look, opened
+from torch_dcp_backport.hf import LOAD, Filled, Source, load_state_dict, look, opened, opened_together
 from torch_dcp_backport.transfer import Call, groups_of, layout_of, part_of, whole
 
 #: Fills a full tensor with first values.
@@ -477,7 +477,7 @@ def fill(
     wanted = {hf_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
     unwrap: Any = getattr(model, "get_base_model", lambda: model)
     with Call(LOAD, "fill", groups_of()) as call:
-        source = call.attempt(lambda: opened(folder, unwrap(), wanted))
+        source = call.attempt(lambda seen: opened(seen, unwrap(), wanted), opened_together(call, folder))
         held = look(call, source, "auto").tensors
         others = other_names or {}
         if any(other in held for other in others.values()):

@@ -5,16 +5,20 @@ Knows headers; must never read or write a tensor's values.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, BinaryIO, NamedTuple, Union
 
 import torch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import TensorInfo
 
 #: Bytes of the header's length, little-endian.
@@ -22,6 +26,7 @@ LENGTH = 8
 #: The safetensors library refuses longer headers.
 MOST_HEADER = 100_000_000
 METADATA = "__metadata__"
+NOT_REGULAR = "not a regular file"
 NO_SHAPES: Mapping[str, tuple[int, ...]] = {}
 CODES = {dtype: code for code, dtype in compat.STORED_DTYPES.items()}
 
@@ -46,17 +51,42 @@ def read_header(path: Union[str, Path]) -> dict[str, FileEntry]:
             torch does not.
         OSError: the file cannot be read.
     """
-    if not os.path.isfile(path) and os.path.exists(path):
-        # Opening a pipe would wait for a writer.
-        raise FormatError("not a regular file")
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(LENGTH), "little")
-        if size < LENGTH or length > min(MOST_HEADER, size - LENGTH):
-            raise FormatError(
-                f"{size} bytes, which cannot hold the header of {length} bytes that it begins with"
-            )
-        header = parsed(file.read(length))
+    with opened(path) as file:
+        return header_in(file)
+
+
+@contextlib.contextmanager
+def opened(path: Union[str, Path]) -> Iterator[BinaryIO]:
+    """Open a file in the context.
+
+    Raises:
+        FormatError: it is a pipe, whose open would wait for a writer, a device, or a folder.
+        OSError: the file cannot be read.
+    """
+    try:
+        fd = os.open(path, disk.READS)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise FormatError(NOT_REGULAR) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FormatError(NOT_REGULAR)
+    with open(fd, "rb") as file:
+        yield file
+
+
+def header_in(file: BinaryIO) -> dict[str, FileEntry]:
+    """Return the tensors of a file that is open, as `read_header` does.
+
+    Raises:
+        FormatError, OSError: as `read_header`.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(LENGTH), "little")
+    if size < LENGTH or length > min(MOST_HEADER, size - LENGTH):
+        raise FormatError(f"{size} bytes, which cannot hold the header of {length} bytes that it begins with")
+    header = parsed(file.read(length))
     begin = LENGTH + length
     entries = {name: entry_of(name, value, begin) for name, value in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))

@@ -5,13 +5,69 @@ Decides how a load goes; must never read a tensor.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
 
-from torch_dcp_backport.hf._src.source import Source
+from torch_dcp_backport.hf._src.source import Description, Folder, Given, Source, marks_of, source_of
 from torch_dcp_backport.transfer import Attempt, Call, Problem, TensorInfo, Terms, spell
 
 WAYS = ("auto", "shared", "rank0")
 CONFIG = ("config.json",)
+
+
+def opened_together(
+    call: Call, asked: Union[str, Path, Source, Attempt[Any]], files: str = "auto"
+) -> Attempt[Source]:
+    """Return this rank's source of what a caller passes. Collective.
+
+    The first rank alone reads the headers of a folder's files, of which there may be thousands on a disk that
+    all ranks share. Ranks that see the same folder get them from it; a rank that sees another, such as a copy
+    on its own machine, reads that. `look` comes next, and tells whether all see the same files.
+
+    Args:
+        call: the call under which all ranks raise the same problems.
+        asked: a folder or a source, as `hf.load_state_dict` takes it; or the attempt to get it.
+        files: as of `look`.
+
+    Raises:
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    if not call.groups:
+        return call.attempt(source_of, asked)
+    own: Attempt[Source] = Attempt()
+    seen: dict[str, Any] = {}
+    if call.is_first:
+        own = call.attempt(source_of, asked)
+        if own.error is None and isinstance(own.value, Folder):
+            with call.guard():
+                seen = {"folder": own.value.description()}
+    # The problems of all ranks are raised together, when all have looked.
+    problems, call.problems = call.problems, []
+    try:
+        seen = call.publish(seen if call.is_first else None)
+    finally:
+        call.problems = problems
+    if call.is_first:
+        return own
+    return call.attempt(source_like, asked, seen.get("folder"), files == "rank0")
+
+
+def source_like(asked: Any, described: Optional[Description], is_apart: bool) -> Source:
+    """Return a rank's source, from what the first rank has read where both see the same folder.
+
+    Args:
+        asked: of this rank.
+        described: what the first rank has read; None where that is no folder, or has problems.
+        is_apart: whether the first rank reads for all.
+    """
+    if isinstance(asked, (str, os.PathLike)):
+        path = Path(os.fspath(asked))
+        if is_apart:
+            return Given({}, {}, "not asked")
+        if described is not None and marks_of(path) == described.marks:
+            return Folder.described(path, described)
+    return source_of(asked)
 
 
 class Sight(NamedTuple):

@@ -10,12 +10,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Union, runtime_checkable
+from typing import Any, NamedTuple, Optional, Protocol, Union, runtime_checkable
 
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.hf._src.format import FileEntry, FormatError, read_header
+from torch_dcp_backport.hf._src.format import FileEntry, FormatError, header_in, opened
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo, has_slices, is_freed, part_of, whole
 
 CONFIG = "config.json"
@@ -59,6 +59,31 @@ class Source(Protocol):
         """Return a text that is the same on every rank that sees the same model."""
 
 
+class SeenFile(NamedTuple):
+    """A file as it was when its header was read."""
+
+    nbytes: int
+    #: As of `stamp_of`.
+    stamp: tuple[int, ...]
+    #: Digest of some of its bytes: another revision of a model has the same header.
+    samples: bytes
+
+
+NOT_SEEN = SeenFile(0, (), b"")
+
+
+class Description(NamedTuple):
+    """A folder without problems as one rank has read it, for others that see the same files."""
+
+    #: As of `marks_of`.
+    marks: tuple[Optional[tuple[int, ...]], ...]
+    config: dict[str, Any]
+    files: dict[str, SeenFile]
+    #: HF key -> its file, and its place in the file.
+    entries: dict[str, tuple[str, FileEntry]]
+    digest: str
+
+
 class Folder:
     """A folder as `from_pretrained` reads it: config.json, and a safetensors file or several with an index.
 
@@ -89,8 +114,11 @@ class Folder:
         self.problems: list[Problem] = []
         self.absent = ""
         self._entries: dict[str, tuple[str, FileEntry]] = {}
-        self._files: dict[str, int] = {}
+        self._files: dict[str, SeenFile] = {}
         self._mapped: dict[str, torch.Tensor] = {}
+        self._digest = ""
+        # Before all that is read: a change in between is seen by a rank that compares them.
+        self.marks = marks_of(self.path)
         if not self.path.is_dir():
             self.absent = f"{self.path} is no folder"
         elif not (self.path / CONFIG).is_file():
@@ -98,6 +126,28 @@ class Folder:
         else:
             self.config = self._json(CONFIG)
             self._read(self._index())
+
+    @classmethod
+    def described(cls, path: Union[str, Path], seen: Description) -> Folder:
+        """Return the folder that another rank has read, without reading it again.
+
+        Args:
+            path: the folder, as this rank sees it.
+            seen: the other rank's `description`.
+        """
+        folder = cls.__new__(cls)
+        folder.path, folder.absent, folder.problems = Path(path), "", []
+        folder.marks = seen.marks
+        folder.config, folder._digest, folder._mapped = dict(seen.config), seen.digest, {}
+        folder._files, folder._entries = dict(seen.files), dict(seen.entries)
+        folder.tensors = {key: entry.info for key, (_, entry) in seen.entries.items()}
+        return folder
+
+    def description(self) -> Optional[Description]:
+        """Return what other ranks need to know of the files; None where there are problems."""
+        if self.absent or self.problems:
+            return None
+        return Description(self.marks, self.config, self._files, self._entries, self.digest())
 
     def part(self, key: str, box: Box) -> torch.Tensor:
         """Return the part of a tensor in a box: a view of the file, or a copy of rows not aligned in it.
@@ -131,17 +181,12 @@ class Folder:
 
     def digest(self) -> str:
         """Return a digest of headers, config and bytes of each file: another revision has the same shapes."""
-        rows = [f"{key} {info} {self._entries[key][0]}" for key, info in self.tensors.items()]
-        rows.append(json.dumps(self.config, sort_keys=True))
-        digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=16)
-        for name, size in self._files.items():
-            digest.update(f"{name} {size}".encode())
-            with open(self.path / name, "rb") as file:
-                for number in range(SAMPLES):
-                    # The last sample ends with the file: headers of equal length have the same first bytes.
-                    file.seek(max(0, size * (number + 1) // SAMPLES - SAMPLE_BYTES))
-                    digest.update(file.read(SAMPLE_BYTES))
-        return digest.hexdigest()
+        if not self._digest:
+            rows = [f"{key} {info} {self._entries[key][0]}" for key, info in self.tensors.items()]
+            rows.append(json.dumps(self.config, sort_keys=True))
+            rows += [f"{name} {file.nbytes} {file.samples.hex()}" for name, file in self._files.items()]
+            self._digest = digest_of(rows)
+        return self._digest
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -159,7 +204,7 @@ class Folder:
         has_index, has_single = (self.path / INDEX).is_file(), (self.path / SINGLE).is_file()
         if not has_index:
             if has_single:
-                self._files[SINGLE] = 0
+                self._files[SINGLE] = NOT_SEEN
             else:
                 self.absent = f"{self.path} has neither {SINGLE} nor {INDEX}"
             return {}
@@ -174,7 +219,7 @@ class Folder:
                 Problem("a file outside of the folder", str(self.path / INDEX), got=outside[0])
             )
             return {}
-        self._files.update(dict.fromkeys(names, 0))
+        self._files.update(dict.fromkeys(names, NOT_SEEN))
         if has_single and SINGLE not in self._files:
             # transformers would take the single file, and others the index.
             what = f"two models in one folder: {SINGLE}, and the files of {INDEX}"
@@ -185,8 +230,7 @@ class Folder:
         for name in self._files:
             path = self.path / name
             try:
-                entries = read_header(path)
-                self._files[name] = path.stat().st_size
+                entries, self._files[name] = looked_at(path)
             except (FormatError, OSError) as error:
                 self.problems.append(Problem("no whole safetensors file", str(path), got=str(error)))
                 continue
@@ -204,12 +248,70 @@ class Folder:
                 self.problems.append(Problem("not in the file that the index says", key, real, name))
 
     def _map(self, name: str) -> torch.Tensor:
-        """Return a file's bytes, in the system's page cache, which all processes of a machine share."""
+        """Return a file's bytes, in the system's page cache, which all processes of a machine share.
+
+        Raises:
+            RuntimeError: it is no longer the file whose header was read.
+        """
         if name not in self._mapped:
-            self._mapped[name] = torch.from_file(
-                str(self.path / name), shared=False, size=self._files[name], dtype=torch.uint8
-            )
+            path, seen = self.path / name, self._files[name]
+            mapped = torch.from_file(str(path), shared=False, size=seen.nbytes, dtype=torch.uint8)
+            # Behind the open: what has the name now has been there since, or is refused.
+            if stamp_of(os.stat(path)) != seen.stamp:
+                self._compare(name)
+            self._mapped[name] = mapped
         return self._mapped[name]
+
+    def _compare(self, name: str) -> None:
+        """Look at a file again that has other times than when its header was read, here or by another rank.
+
+        Another machine may know older times of a file, and a program may touch it: neither is an error.
+
+        Raises:
+            RuntimeError: its header, size or samples are others.
+        """
+        entries, seen = looked_at(self.path / name)
+        before = {key: entry for key, (file, entry) in self._entries.items() if file == name}
+        known = self._files[name]
+        if entries != before or (seen.nbytes, seen.samples) != (known.nbytes, known.samples):
+            raise RuntimeError(f"{self.path / name} was changed while it was read")
+        self._files[name] = seen
+
+
+def looked_at(path: Path) -> tuple[dict[str, FileEntry], SeenFile]:
+    """Return the tensors of a file, and what tells it from others, with a single open.
+
+    Raises:
+        FormatError, OSError: as `read_header`.
+    """
+    samples = hashlib.blake2b(digest_size=16)
+    with opened(path) as file:
+        entries = header_in(file)
+        seen = os.fstat(file.fileno())
+        for number in range(SAMPLES):
+            # The last sample ends with the file: headers of equal length have the same first bytes.
+            start = max(0, seen.st_size * (number + 1) // SAMPLES - SAMPLE_BYTES)
+            samples.update(os.pread(file.fileno(), SAMPLE_BYTES, start))
+    return entries, SeenFile(seen.st_size, stamp_of(seen), samples.digest())
+
+
+def stamp_of(seen: os.stat_result) -> tuple[int, ...]:
+    """Return numbers of a file of which some change with the file; the same on all machines that see it."""
+    return seen.st_ino, seen.st_size, seen.st_mtime_ns
+
+
+def marks_of(path: Path) -> tuple[Optional[tuple[int, ...]], ...]:
+    """Return what tells a folder of a model from others, with a few calls; the same where it is shared.
+
+    A copy on another machine's disk has other inodes or times.
+    """
+    marks: list[Optional[tuple[int, ...]]] = []
+    for name in ("", CONFIG, INDEX, SINGLE):
+        try:
+            marks.append(stamp_of(os.stat(path / name)))
+        except OSError:
+            marks.append(None)
+    return tuple(marks)
 
 
 def copied_of(source: Source) -> set[str]:

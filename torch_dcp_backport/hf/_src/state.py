@@ -40,8 +40,8 @@ from torch_dcp_backport.hf._src.files import ADAPTER_FILES
 from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf._src.format import CODES, encodable, is_plain
 from torch_dcp_backport.hf._src.moving import bring_window
-from torch_dcp_backport.hf._src.sight import look
-from torch_dcp_backport.hf._src.source import CONFIG, Source, source_of
+from torch_dcp_backport.hf._src.sight import look, opened_together
+from torch_dcp_backport.hf._src.source import CONFIG, Source
 from torch_dcp_backport.transfer import (
     SHOWN,
     Agreement,
@@ -350,7 +350,7 @@ def load_state_dict(
     with Call(LOAD, "fill", groups_of(process_group)) as call:
         held = held_of(call, state_dict, is_written=True)
         dtypes = {key: part.info.dtype for key, part in held.items()}
-        source = call.attempt(lambda: as_held(source_of(folder), dtypes))
+        source = call.attempt(lambda seen: as_held(seen, dtypes), opened_together(call, folder, files))
         sight = look(call, source, files)
         held, tied = agree_on_names(call, held)
         agreement = agree_on_state(call, held, {})

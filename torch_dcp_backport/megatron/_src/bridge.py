@@ -27,8 +27,8 @@ from torch_dcp_backport.hf import (
     fill_from_first,
     fill_here,
     look,
+    opened_together,
     renamed,
-    source_of,
     target_of,
     turned,
     viewed,
@@ -140,14 +140,17 @@ def load_hf(
         {'embedding.word_embeddings.weight': 2}
     """
     given = GivenModules(models, parallel, layers, compare)
-    return load(lambda: (source_of(folder), given), value_head, files)
+    return load(lambda: (folder, given), value_head, files)
 
 
-def load(ask: Callable[[], tuple[Source, GivenModules]], value_head: bool, files: str = "auto") -> Loaded:
+def load(
+    ask: Callable[[], tuple[Union[str, Path, Source], GivenModules]], value_head: bool, files: str = "auto"
+) -> Loaded:
     """Load as `load_hf` does; `ask` makes this rank's arguments, and all ranks raise its failure."""
     with Call(LOAD, "fill", groups_of()) as call:
         asked = call.attempt(ask)
-        source = call.attempt(lambda pair: as_text(pair[0]), asked)
+        seen = opened_together(call, call.attempt(lambda pair: pair[0], asked), files)
+        source = call.attempt(as_text, seen)
         sight = look(call, source, files)
         agreed = agree_on_load(call, call.attempt(lambda pair: pair[1], asked), sight, value_head)
         if sight.is_shared:

@@ -242,7 +242,7 @@ def values_of(reader: RecordReader, key: str, stored: Stored, box: Box) -> torch
             [Read(key, chunk, part, stored.dtype, values, box) for chunk, part in stored.parts_of(box)]
         )
     except (Damaged, OSError) as error:
-        raise CheckpointingException(f"{reader.folder}: {error}") from error
+        raise CheckpointingException(f"{reader.files.folder}: {error}") from error
     return values
 
 
