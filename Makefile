@@ -202,7 +202,7 @@ wheel:
 
 # The pages and the reference; a dead link or a public name without a docstring is an error.
 docs:
-	$(LANES) run docs -- python tools/docs.py
+	$(LANES) run docs -- python tools/docs.py $(if $(VERSION),--version $(VERSION))
 
 # What one NVIDIA GPU can tell, with the torch of $(PYTHON), within 10 minutes; no lane: those have CPU builds.
 gpu:
