@@ -224,14 +224,12 @@ def configuration(source: Path, site: Path) -> Any:
         (f"examples/{path.name}" for path in source.glob("examples/*.md")),
         key=lambda path: next((n for n, name in enumerate(COOKBOOK) if f"/{name}.py" in path), len(COOKBOOK)),
     )
-    nav = [*NAV[:3], {"Cookbook": examples}, *NAV[3:]]
-    nav.append({"Reference": [f"api/{PACKAGE}{module}.md" for module in PUBLIC]})
-    taken = {
-        page
-        for part in nav
-        for pages in part.values()
-        for page in ([pages] if isinstance(pages, str) else pages)
-    }
+    # The part before the colon of its title is enough for the side bar.
+    titles = [(source / path).read_text().partition("\n")[0].lstrip("# ").partition(":")[0] for path in examples]
+    cookbook = [{title: path} for title, path in zip(titles, examples)]
+    nav = [*NAV[:3], {"Cookbook": cookbook}, *NAV[3:]]
+    nav.append({"Reference": [{module.lstrip(".") or PACKAGE: f"api/{PACKAGE}{module}.md"} for module in PUBLIC]})
+    taken = set(in_nav(nav))
     others = sorted(str(page.relative_to(source)) for page in source.rglob("*.md"))
     others = [page for page in others if page not in taken and not page.endswith(".py.md")]
     nav.append({"Defects of torch": [page for page in others if page.startswith("patches/")]})
@@ -259,6 +257,15 @@ def configuration(source: Path, site: Path) -> Any:
         ],
         extra={"generator": False, "version": {"provider": "mike"}} if site != SITE else {"generator": False},
     )
+
+
+def in_nav(part: Any) -> Iterator[str]:
+    """Yield the pages below a part of the navigation."""
+    if isinstance(part, str):
+        yield part
+    else:
+        for below in part.values() if isinstance(part, dict) else part:
+            yield from in_nav(below)
 
 
 def slug(text: str, separator: str) -> str:
@@ -299,9 +306,13 @@ OPTIONS = {
     "allow_inspection": False,
     "show_source": False,
     "show_root_heading": True,
+    "show_root_full_path": False,
+    "merge_init_into_class": True,
     "show_if_no_docstring": False,
     "show_signature_annotations": True,
     "separate_signature": True,
+    "line_length": 80,  # of signatures, which ruff breaks
+    "docstring_section_style": "list",
     "show_symbol_type_heading": True,
     "show_symbol_type_toc": True,
     "heading_level": 2,

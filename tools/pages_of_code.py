@@ -22,7 +22,7 @@ def page_of(file: Path) -> str:
     docstring = ast.get_docstring(ast.parse(text)) or ""
     title, _, about = docstring.partition("\n")
     _, _, code = text.partition('"""')[2].partition('"""')
-    parts = [f"# {title.rstrip('.')}\n", f"`examples/{file.name}`\n", with_commands(about.strip())]
+    parts = [f"# {title.rstrip('.')}\n", f"`examples/{file.name}`\n", with_commands(about.strip("\n"))]
     kinds = ["", *CELL.findall(code)]
     for kind, cell in zip(kinds, CELL.split(code)[::2]):
         if "[markdown]" in kind:

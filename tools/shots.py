@@ -90,7 +90,7 @@ def faults_of(page: Page, anchor: str) -> Iterator[str]:
 def search_fault(page: Page) -> str:
     """What is wrong with the search for a word of a page, if anything."""
     page.locator(".md-header label[for=__search]").first.dispatch_event("click")
-    page.locator("input.md-search__input").first.fill("max_ckpt_to_keep")
+    page.locator("input.md-search__input").first.press_sequentially("max_ckpt_to_keep")
     try:
         page.wait_for_selector(".md-search-result__item a", timeout=10_000)
     except Exception as error:
