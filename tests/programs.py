@@ -57,6 +57,18 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^ *```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def blocks_below(page: Path, language: str) -> dict[str, str]:
+    """The block of a language below each second heading of a page that has one."""
+    parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    pattern = rf"^```{language}\n(.*?)^```$"
+    found = {}
+    for heading, text in zip(parts[1::2], parts[2::2]):
+        texts = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+        if texts:
+            (found[heading],) = texts
+    return found
+
+
 def output_of(arguments: Sequence[str], folder: Path) -> str:
     """What `python ARGUMENTS...` prints in `folder`, its errors in between; it has to end well."""
     done = subprocess.run(

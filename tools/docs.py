@@ -225,10 +225,14 @@ def configuration(source: Path, site: Path) -> Any:
         key=lambda path: next((n for n, name in enumerate(COOKBOOK) if f"/{name}.py" in path), len(COOKBOOK)),
     )
     # The part before the colon of its title is enough for the side bar.
-    titles = [(source / path).read_text().partition("\n")[0].lstrip("# ").partition(":")[0] for path in examples]
+    titles = [
+        (source / path).read_text().partition("\n")[0].lstrip("# ").partition(":")[0] for path in examples
+    ]
     cookbook = [{title: path} for title, path in zip(titles, examples)]
     nav = [*NAV[:3], {"Cookbook": cookbook}, *NAV[3:]]
-    nav.append({"Reference": [{module.lstrip(".") or PACKAGE: f"api/{PACKAGE}{module}.md"} for module in PUBLIC]})
+    nav.append(
+        {"Reference": [{module.lstrip(".") or PACKAGE: f"api/{PACKAGE}{module}.md"} for module in PUBLIC]}
+    )
     taken = set(in_nav(nav))
     others = sorted(str(page.relative_to(source)) for page in source.rglob("*.md"))
     others = [page for page in others if page not in taken and not page.endswith(".py.md")]

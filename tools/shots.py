@@ -35,7 +35,11 @@ PAGES = (
     ("checkpoint", "docs/checkpoint.html", "managers"),
     ("stacks", "docs/stacks.html", "accelerate"),
     ("tour", "examples/tour.py.html", ""),
-    ("reference", "api/torch_dcp_backport.checkpoint.html", "torch_dcp_backport.checkpoint.CheckpointHandler"),
+    (
+        "reference",
+        "api/torch_dcp_backport.checkpoint.html",
+        "torch_dcp_backport.checkpoint.CheckpointHandler",
+    ),
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: How far a page can be scrolled sideways, and the widest element that sticks out of no box that scrolls.
@@ -79,7 +83,11 @@ def faults_of(page: Page, anchor: str) -> Iterator[str]:
             yield f"the heading {anchor} is {below:.0f} px below the header"
     blocks, coloured, copies = (
         page.locator(selector).count()
-        for selector in (".highlight code", ".highlight code span[class]", "button.md-code__button, .md-clipboard")
+        for selector in (
+            ".highlight code",
+            ".highlight code span[class]",
+            "button.md-code__button, .md-clipboard",
+        )
     )
     if blocks and not coloured:
         yield "its code has no colours"
