@@ -5,8 +5,8 @@
     make docs VERSION=0.2.0     # in build/versions/0.2.0, beside other releases, with a menu of all of them
 
 Runs in the lane `docs`, which has mkdocs, its theme "material" and mkdocstrings. It reads the sources, and
-imports neither the package nor torch. The site asks nothing of other servers. A dead link, a dead anchor, or a
-public name without a docstring ends it with exit code 1.
+imports neither the package nor torch. The site asks nothing of other servers. A dead link, a dead anchor, or
+a public name without a docstring ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -214,9 +214,8 @@ def listed(version: str) -> None:
     ordered = sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
     lines = [{"version": name, "title": name, "aliases": []} for name in ordered]
     path.write_text(json.dumps(lines, indent=1) + "\n")
-    (VERSIONS / "index.html").write_text(
-        f'<!doctype html><title>torch-dcp-backport</title><meta http-equiv="refresh" content="0; {ordered[0]}/">\n'
-    )
+    leads = f'<meta http-equiv="refresh" content="0; {ordered[0]}/">'
+    (VERSIONS / "index.html").write_text(f"<!doctype html><title>torch-dcp-backport</title>{leads}\n")
 
 
 def configuration(source: Path, site: Path) -> Any:

@@ -3,10 +3,10 @@
 
     make docs shots        # build/shots/*.png
 
-Runs in the lane `shots`, which has playwright; the browser is the machine's own: chromium or Google Chrome on
-PATH, or the path in CHROME. It serves build/site on this machine alone. It ends with exit code 1 if a page is
-wider than the window, asks another server for something, writes an error to the console, hides a heading below
-its header, or has no search, no copy button or no coloured code.
+Runs in the lane `shots`, which has playwright; the browser is the machine's own: chromium or Google Chrome
+on PATH, or the path in CHROME. It serves build/site on this machine alone. It ends with exit code 1 if a page
+is wider than the window, asks another server for something, writes an error to the console, hides a heading
+below its header, or has no search, no copy button or no coloured code.
 """
 
 from __future__ import annotations
@@ -106,6 +106,18 @@ def search_fault(page: Page) -> str:
     return ""
 
 
+def hear(heard: list[str], said: Any) -> None:
+    """Keep an error of the console."""
+    if said.type == "error":
+        heard.append(said.text)
+
+
+def hear_of(heard: list[str], address: str, asked: Any) -> None:
+    """Keep a request to another server."""
+    if not asked.url.startswith((address, "data:", "blob:", "about:")):
+        heard.append(asked.url)
+
+
 def main() -> int:
     shutil.rmtree(SHOTS, ignore_errors=True)
     SHOTS.mkdir(parents=True)
@@ -115,8 +127,8 @@ def main() -> int:
         for width in WIDTHS:
             page = browser.new_page(viewport={"width": width, "height": HEIGHT})
             heard: list[str] = []
-            page.on("console", lambda said: heard.append(said.text) if said.type == "error" else None)
-            page.on("request", lambda asked: heard.append(asked.url) if address not in asked.url else None)
+            page.on("console", functools.partial(hear, heard))
+            page.on("request", functools.partial(hear_of, heard, address))
             for name, path, anchor in PAGES:
                 page.goto("about:blank")
                 heard.clear()

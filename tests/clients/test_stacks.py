@@ -20,8 +20,8 @@ HERE = {
     "transformers.Trainer": "transformers",
     "torchtune": "torchtune",
 }
-#: Ray Train starts its own ranks (test_ray.py), megatron-core has a lane of its own (test_megatron_core.py), and
-#: verl imports a module (below).
+#: Ray Train starts its own ranks (test_ray.py), megatron-core has a lane of its own (test_megatron_core.py),
+#: and verl imports a module (below).
 ELSEWHERE = ("Ray", "Megatron-LM", "verl")
 WORLD = 2
 
