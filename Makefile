@@ -17,7 +17,7 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer megatron-newest emulated conformance reliability \
-	patched-page private-page compatibility lint wheel docs diagrams shots gpu gpu-old
+	patched-page private-page compatibility lint wheel docs diagrams outputs shots gpu gpu-old
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -209,6 +209,11 @@ docs:
 # The pictures of docs/ that are drawn from the code's own names.
 diagrams:
 	$(PYTHON) tools/diagrams.py
+
+# What the examples print, for their pages of the site.
+outputs:
+	$(LANES) run 2.6 -- python tools/record_outputs.py
+	$(LANES) run current -- python tools/record_outputs.py
 
 # Screenshots of the site that `make docs` has made, at 1280 and 390 px, in build/shots, by the machine's Chromium.
 shots:

@@ -22,8 +22,10 @@ SAYS = {
     "engine_sft": r"not here: FSDP2 of torch 2\.[456]|AdamW +4 shards(?s:.*)"
     r"each row's loss packed within \S+ of padded(?s:.*)text from the export, the same",
     "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
+    "hf_shards": r"39 tensors: this rank read 0\.25 of the bytes\nQwen2ForCausalLM opened",
     "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
     "lora_from_meta": "4 base weights loaded, 8 adapters saved",
+    "one_tensor": r"64 tensors\nmodel\.3\.weight: mean -?0\.\d+, step 7\nload: 1 records",
     "sharded_checkpoint": r"32 tensors saved by 4 ranks and loaded by 2\nsave: .*\nload: ",
     "train_resume": r"step 1 loss (?s:.*)step 40 loss ",
     "tp_fsdp2_full_state": r"16 tensors; model\[0\].up.weight is placed as \(_StridedShard",
@@ -32,6 +34,8 @@ SAYS = {
 
 def command_of(example: Path) -> tuple[int, list[str]]:
     """How many ranks an example's first lines start, and with which arguments."""
+    if f"    python examples/{example.name}\n" in example.read_text():
+        return 1, []
     (command,) = re.findall(r"^    torchrun (.*)$", example.read_text(), re.MULTILINE)
     option, world, path, *arguments = shlex.split(command)
     assert (option, path) == ("--nproc-per-node", f"examples/{example.name}")

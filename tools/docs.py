@@ -84,7 +84,10 @@ NAV: list[Any] = [
     },
 ]
 #: Programs of examples/ in the order of the cookbook; each other one comes after them.
-COOKBOOK = ("tour",)
+COOKBOOK = (
+    *("tour", "fsdp2_full_state", "train_resume", "sharded_checkpoint", "one_tensor", "hf_shards"),
+    *("hsdp_full_state", "tp_fsdp2_full_state", "lora_from_meta", "engine_sft"),
+)
 
 
 def main() -> int:
@@ -223,12 +226,7 @@ def configuration(source: Path, site: Path) -> Any:
         (f"examples/{path.name}" for path in source.glob("examples/*.md")),
         key=lambda path: next((n for n, name in enumerate(COOKBOOK) if f"/{name}.py" in path), len(COOKBOOK)),
     )
-    # The part before the colon of its title is enough for the side bar.
-    titles = [
-        (source / path).read_text().partition("\n")[0].lstrip("# ").partition(":")[0] for path in examples
-    ]
-    cookbook = [{title: path} for title, path in zip(titles, examples)]
-    nav = [*NAV[:3], {"Cookbook": cookbook}, *NAV[3:]]
+    nav = [*NAV[:3], {"Cookbook": examples}, *NAV[3:]]
     nav.append(
         {"Reference": [{module.lstrip(".") or PACKAGE: f"api/{PACKAGE}{module}.md"} for module in PUBLIC]}
     )

@@ -20,9 +20,11 @@ def page_of(file: Path) -> str:
     """Return the page of an example: its docstring, its cells, and what a recorded run of it printed."""
     text = file.read_text()
     docstring = ast.get_docstring(ast.parse(text)) or ""
-    title, _, about = docstring.partition("\n")
+    first, _, about = docstring.partition("\n")
+    title, _, rest = first.rstrip(".").partition(": ")
     _, _, code = text.partition('"""')[2].partition('"""')
-    parts = [f"# {title.rstrip('.')}\n", f"`examples/{file.name}`\n", with_commands(about.strip("\n"))]
+    parts = [f"# {title}\n", f"{rest[:1].upper()}{rest[1:]}. This is `examples/{file.name}`.\n"]
+    parts.append(with_commands(about.strip("\n")))
     kinds = ["", *CELL.findall(code)]
     for kind, cell in zip(kinds, CELL.split(code)[::2]):
         if "[markdown]" in kind:
