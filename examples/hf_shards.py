@@ -1,6 +1,6 @@
 """Hugging Face files: into an FSDP2 model, each rank its own slices, and back into files.
 
-    torchrun --nproc-per-node 4 examples/hf_shards.py
+    torchrun --nproc-per-node 2 examples/hf_shards.py
 
 No rank holds the whole model. It needs transformers for the model alone. CPU or CUDA.
 """

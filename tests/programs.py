@@ -22,7 +22,7 @@ SAYS = {
     "engine_sft": r"not here: FSDP2 of torch 2\.[456]|AdamW +4 shards(?s:.*)"
     r"each row's loss packed within \S+ of padded(?s:.*)text from the export, the same",
     "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
-    "hf_shards": r"39 tensors: this rank read 0\.25 of the bytes\nQwen2ForCausalLM opened",
+    "hf_shards": r"39 tensors: this rank read 0\.50 of the bytes\nQwen2ForCausalLM opened",
     "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
     "lora_from_meta": "4 base weights loaded, 8 adapters saved",
     "one_tensor": r"64 tensors\nmodel\.3\.weight: mean -?0\.\d+, step 7\nload: 1 records",

@@ -53,7 +53,9 @@ def main() -> int:
         if done.returncode:
             return done.returncode
         lines = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
-        ranks = "one process" if path.stem == "one_tensor" else "four ranks"
+        found = re.search(r"--nproc-per-node (\d)", command)
+        count = found[1] if found else "1" if path.stem == "one_tensor" else "4"
+        ranks = {"1": "one process", "2": "two ranks", "4": "four ranks"}[count]
         head = f"On torch {torch.__version__.partition('+')[0]}, {ranks} on the CPU:"
         (OUTPUTS / f"{path.stem}.txt").write_text("\n".join([head, *shortened(lines)]) + "\n")
         print(f"{path.name}: {len(lines)} lines")

@@ -53,7 +53,7 @@ def test_the_quickstart_of_the_engine_trains_saves_and_loads(
 def test_what_a_page_shows_was_printed_by_it(example: Path) -> None:
     """As `make outputs` has recorded it."""
     first, _, printed = (example.parent / "outputs" / f"{example.stem}.txt").read_text().partition("\n")
-    assert re.fullmatch(r"On torch 2\.\d+\.\d+, (four ranks|one process) on the CPU:", first)
+    assert re.fullmatch(r"On torch 2\.\d+\.\d+, (four ranks|two ranks|one process) on the CPU:", first)
     if example == TOUR:
         check_tour(printed)
     else:
