@@ -63,7 +63,9 @@ def main() -> None:
 
     saved = hf.save_state_dict(model.state_dict(), target, like=source)
     if rank0:
-        print(f"{len(filled.keys)} tensors: this rank read {filled.bytes_read / saved.nbytes:.2f} of the bytes")
+        print(
+            f"{len(filled.keys)} tensors: this rank read {filled.bytes_read / saved.nbytes:.2f} of the bytes"
+        )
         before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (source, target))
         assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters()))
         print(f"{type(after).__name__} opened from what the shards wrote, the same bits")

@@ -2,8 +2,8 @@
 
     python examples/one_tensor.py
 
-Open it as a notebook (its cells begin with `# %%`), or run it as a program. The checkpoint may be of any number
-of ranks, and of a step that a checkpoint manager saved (then the folder is `global_step_10/dist_ckpt`).
+Open it as a notebook (its cells begin with `# %%`), or run it as a program. The checkpoint may be of any
+number of ranks, and of a step that a checkpoint manager saved: then the folder is `global_step_10/dist_ckpt`.
 """
 
 # %%

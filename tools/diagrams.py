@@ -3,8 +3,8 @@
 
     make diagrams
 
-The rooms and their arrows are FLOORS of tests/unit/test_floors.py. A room is described by the first line of its
-package, and a function by that of its docstring: a name that is gone is an error. Needs Python alone.
+The rooms and their arrows are FLOORS of tests/unit/test_floors.py. A room is described by the first line of
+its package, and a function by that of its docstring: a name that is gone is an error. Needs Python alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch_dcp_backport"
 #: The shim; all other rooms are libraries. Rooms that are one file are not drawn, but for `compat`.
 SHIM = ("activation", "state_dict", "dcp", "transfer", "compat")
-#: The rooms one above the other, so that an arrow over two floors meets no other room; a new room is a column.
+#: The rooms one above the other: an arrow over two floors meets no other room. A new room is a column.
 COLUMNS = (
     ("activation", "dcp", "compat"),
     ("checkpoint", "state_dict", "transfer"),
@@ -217,7 +217,7 @@ def parts() -> str:
         for upper, lower in direct(rooms)
     ]
     title = [
-        '<text class="title" x="20" y="28">Who uses whom: a part stands on those that its arrows lead to</text>',
+        '<text class="title" x="20" y="28">Who uses whom: a part uses those that its arrows lead to</text>',
         '<text class="about" x="20" y="50">Orange: the backport, which import torch_dcp_backport loads. '
         "Blue: libraries, loaded where a program names them; they use parts of the backport.</text>",
     ]
@@ -236,7 +236,9 @@ def path_of(columns: dict[str, tuple[Step, ...]]) -> str:
         shapes.append(f'<text class="title" style="font-size:{size}px" x="{x}" y="30">{escape(title)}</text>')
         for place, step in enumerate(steps):
             about = textwrap.wrap(f"{step.ranks}: {about_step(step)}", 66)
-            name = step.name if "." in step.name or step.name in title else f"{Path(step.path).stem}.{step.name}"
+            name = (
+                step.name if "." in step.name or step.name in title else f"{Path(step.path).stem}.{step.name}"
+            )
             box = Box(x, y, wide, name, about, BLUE if step.ranks == MEET else GREY)
             if place:
                 shapes.append(f'<path d="M {x + 40} {y - 22} L {x + 40} {y}" marker-end="url(#end)"/>')

@@ -3,7 +3,8 @@
 
     make outputs
 
-It runs each as its first lines say, on the CPU: below torch 2.7 the programs that show the backport, else the others.
+It runs each as its first lines say, on the CPU: below torch 2.7 the programs that show the backport, else the
+others.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ from torch_dcp_backport.hf._src.opening import (
 )
 from torch_dcp_backport.hf._src.source import (
     CONFIG as CONFIG,
+    Configuration as Configuration,
     copied_of as copied_of,
     source_of as source_of,
 )
