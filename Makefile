@@ -17,7 +17,7 @@ NEWEST = tests/engine tests/hf tests/checkpoint/test_watching.py tests/checkpoin
 
 .PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 clients-0.9 s3 transformers newest newest-look newest-take test-2.14 megatron megatron-2.4 megatron-newer megatron-newest emulated conformance reliability \
-	patched-page private-page compatibility lint wheel docs gpu gpu-old
+	patched-page private-page compatibility lint wheel docs diagrams outputs shots gpu gpu-old
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -28,6 +28,7 @@ help:
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
 	@echo 'make docs          a site of all pages and a reference of all public names, in build/site'
+	@echo 'make shots         pictures of that site at 1280 and 390 px, in build/shots'
 	@echo 'make lint          ruff and mypy --strict'
 	@echo 'make examples      what is in examples/, and every command in README and docs/'
 	@echo 'make test-matrix   torch 2.4 to 2.7 and a current one; torch 2.6 on Python 3.9 and 3.13'
@@ -200,9 +201,23 @@ lint:
 wheel:
 	$(LANES) run lint -- python tools/check_wheel.py "$$($(LANES) make 2.6)"
 
-# The pages and the reference; a dead link or a public name without a docstring is an error.
+# The pages, the examples and the reference; a dead link or a public name without a docstring is an error.
+# VERSION=0.2.0 makes it in build/versions/0.2.0, beside those of other releases.
 docs:
-	$(LANES) run docs -- python tools/docs.py
+	$(LANES) run docs -- python tools/docs.py $(if $(VERSION),--version $(VERSION))
+
+# The pictures of docs/ that are drawn from the code's own names.
+diagrams:
+	$(PYTHON) tools/diagrams.py
+
+# What the examples print, for their pages of the site.
+outputs:
+	$(LANES) run 2.6 -- python tools/record_outputs.py
+	$(LANES) run current -- python tools/record_outputs.py
+
+# Screenshots of the site that `make docs` has made, at 1280 and 390 px, in build/shots, by the machine's Chromium.
+shots:
+	$(LANES) run shots -- python tools/shots.py
 
 # What one NVIDIA GPU can tell, with the torch of $(PYTHON), within 10 minutes; no lane: those have CPU builds.
 gpu:

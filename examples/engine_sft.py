@@ -9,6 +9,7 @@ second.
 CPU (torch >= 2.7; replicas: 2.13) or CUDA. `--plot FILE` draws the curves.
 """
 
+# %%
 import argparse
 import os
 import pydoc_data.topics
@@ -23,6 +24,10 @@ import transformers
 
 from torch_dcp_backport import engine
 
+# %% [markdown]
+# ## Settings
+
+# %%
 ROWS, BATCHES, LENGTH, END = 16, 2, 96, 256
 RATES = {"SGD": 0.2, "AdamW": 3e-3}
 #: The ranks of a copy, and whether rows are packed.
@@ -31,6 +36,11 @@ MESHES = {"4 shards": (-1, False), "2 x 2 shards": (2, False), "4 shards, packed
 LONG, TOKENS = 256, 2048
 
 
+# %% [markdown]
+# ## A model, and rows to train it on
+
+
+# %%
 def write_model(folder: str) -> None:
     config = transformers.Qwen2Config(
         vocab_size=END + 1, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
@@ -59,6 +69,13 @@ def batch_of(step: int, longer: int = 7, length: int = LENGTH) -> dict:
     return {"input_ids": ids, "attention_mask": there, "loss_mask": marked}
 
 
+# %% [markdown]
+# ## The same training by torch and transformers alone
+#
+# All that follows is compared with this.
+
+
+# %%
 def train_alone(folder: str, optimizer: str, steps: int):
     """The training in one process, by torch and transformers alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -77,6 +94,14 @@ def train_alone(folder: str, optimizer: str, steps: int):
     return model, losses
 
 
+# %% [markdown]
+# ## The engine
+#
+# It takes settings of the model, of the engine and of the optimizer. `initialize` builds the model under
+# FSDP2, and `train_batch` is a step on the rows of this rank.
+
+
+# %%
 def make_engine(folder: str, optimizer: str, fsdp_size: int, is_packed: bool = False):
     made = engine.FSDPEngineWithLMHead(
         {"path": folder, "use_remove_padding": is_packed},
@@ -106,6 +131,13 @@ def train(made, steps: range) -> list:
     return losses
 
 
+# %% [markdown]
+# ## Padded and packed rows
+#
+# Packed rows have no padding: a micro-batch is one long row, and attention stays within each of its parts.
+
+
+# %%
 def compare_rows(made, turns: int) -> str:
     """Steps on the same rows, padded and packed by turns: how far apart their losses are, tokens a second."""
     rows = batch_of(made.get_data_parallel_rank() % BATCHES, longer=14, length=LONG)
@@ -146,6 +178,11 @@ def compare_rows(made, turns: int) -> str:
     )
 
 
+# %% [markdown]
+# ## What is shown
+
+
+# %%
 def text_of(model) -> str:
     prompt = torch.tensor([[END, *b"if: "]])
     with torch.no_grad():
@@ -186,6 +223,14 @@ def draw(curves: dict, path: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+# %% [markdown]
+# ## On several meshes
+#
+# On each mesh the training is saved in the middle, and goes on on the next mesh. At the end one rank gets
+# the whole model, tensor by tensor, and transformers writes text with it.
+
+
+# %%
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)

@@ -5,6 +5,7 @@
 On torch 2.4 to 2.6 the first line is the fix; without it every rank would hold the whole model. CPU or CUDA.
 """
 
+# %%
 import torch_dcp_backport  # isort: skip  # before anything binds torch's functions
 
 import os
@@ -27,6 +28,13 @@ try:
 except ImportError:  # torch 2.4 and 2.5
     from torch.distributed._composable.fsdp import fully_shard
 
+# %% [markdown]
+# ## What to load, and what to save
+#
+# With `broadcast_from_rank0=True` rank 0 alone has the dict, and the others pass an empty one. With
+# `cpu_offload=True` and `full_state_dict=True` rank 0 alone gets the whole model, on the CPU.
+
+# %%
 LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 SAVE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -37,6 +45,14 @@ def build() -> nn.Sequential:
     )
 
 
+# %% [markdown]
+# ## From full weights to shards, and back
+#
+# The model is made on the meta device, so that it needs no memory before the load. After a training step
+# the model and the optimizer come back whole to rank 0, and go the same way again as after a restart.
+
+
+# %%
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -79,6 +95,11 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+# %% [markdown]
+# ## One step of training
+
+
+# %%
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
     if device == "cpu" and torch.__version__ < "2.7":
         # There FSDP2's forward needs an accelerator; gradients from nowhere stand for it. On 2.7 gloo sums

@@ -5,6 +5,7 @@
 Rank 0 sends each shard once; replicas pass it on. CPU or CUDA.
 """
 
+# %%
 import torch_dcp_backport  # isort: skip  # before anything binds torch's functions
 
 import os
@@ -25,6 +26,14 @@ except ImportError:  # torch 2.4 and 2.5
     from torch.distributed._composable.fsdp import fully_shard
 
 
+# %% [markdown]
+# ## Two dimensions of ranks
+#
+# The dimension `shard` cuts each parameter, and the dimension `replicate` repeats it. The calls are the
+# same as for FSDP2 alone: the mesh tells them who holds what.
+
+
+# %%
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -5,6 +5,7 @@
 The checkpoint does not know the adapters, hence strict=False; the adapters alone are saved.
 """
 
+# %%
 import torch_dcp_backport  # isort: skip  # noqa: F401, before anything binds torch's functions
 
 import os
@@ -25,6 +26,13 @@ except ImportError:  # torch 2.4 and 2.5
     from torch.distributed._composable.fsdp import fully_shard
 
 
+# %% [markdown]
+# ## A layer with an adapter
+#
+# The base is frozen. The adapter is two small matrices, and the second one begins as zeros.
+
+
+# %%
 class LoRALinear(nn.Module):
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
@@ -37,6 +45,14 @@ class LoRALinear(nn.Module):
         return self.base(x) + x @ self.a.t() @ self.b.t()
 
 
+# %% [markdown]
+# ## The base from a checkpoint, the adapters from here
+#
+# With `strict=False` keys may be missing in the checkpoint. A load leaves those parameters as they are, and
+# returns their names. With `ignore_frozen_params=True` a save has the adapters alone.
+
+
+# %%
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

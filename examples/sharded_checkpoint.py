@@ -5,6 +5,7 @@
 Each rank writes its shards; then half of the ranks load the checkpoint on a mesh of their own. CPU or CUDA.
 """
 
+# %%
 import torch_dcp_backport  # isort: skip  # before anything binds torch's functions
 
 import os
@@ -25,6 +26,11 @@ except ImportError:  # torch 2.4 and 2.5
     from torch.distributed._composable.fsdp import fully_shard
 
 
+# %% [markdown]
+# ## A model and its optimizer, on any mesh
+
+
+# %%
 def build(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to(mesh.device_type)
     for layer in model:
@@ -32,6 +38,14 @@ def build(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+# %% [markdown]
+# ## Saved by all ranks, loaded by half of them
+#
+# Each rank writes the parts that it holds. Each rank that loads reads the parts that it needs, so any
+# number of ranks can load. `verify` compares every record with its checksum.
+
+
+# %%
 def main() -> None:
     assert torch_dcp_backport.status().outcome in ("applied", "pending", "not-needed")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,6 +8,7 @@ not train on the CPU, so gradients from nowhere stand for a forward and a backwa
 every number of ranks.
 """
 
+# %%
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,14 @@ FIRST = "first"
 FORK = multiprocessing.get_context("fork")
 
 
+# %% [markdown]
+# ## A model
+#
+# The same seed on every rank makes the same model. FSDP2 shards it: each rank keeps a part of every
+# parameter.
+
+
+# %%
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -77,6 +86,15 @@ def begin(rank: int, world: int, meeting: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
 
 
+# %% [markdown]
+# ## Break a load, and fix it
+#
+# Rank 0 has the full weights, and the model is on the meta device. With `TORCH_DCP_BACKPORT=off` torch's
+# own function loads; with `auto` the import of `torch_dcp_backport` corrects that function on torch 2.4 to
+# 2.6. Each rank compares the bytes that its shards keep alive with the bytes that they need.
+
+
+# %%
 def load(rank: int, world: int, root: Path, switch: str, answers) -> None:
     """Load full weights that rank 0 has; tell what this rank's parameters keep alive, and what they need."""
     os.environ["TORCH_DCP_BACKPORT"] = switch
@@ -101,6 +119,14 @@ def load(rank: int, world: int, root: Path, switch: str, answers) -> None:
     dist.destroy_process_group()
 
 
+# %% [markdown]
+# ## Train, be killed, resume
+#
+# The handler saves each step, and keeps two. `load_checkpoint` returns the newest good step, 0 in a new
+# folder, and has loaded it. Nothing in it names the number of ranks.
+
+
+# %%
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) * (-1) ** step
@@ -130,6 +156,14 @@ def train(rank: int, world: int, root: Path, meeting: str, answers) -> None:
     dist.destroy_process_group()
 
 
+# %% [markdown]
+# ## Ranks as processes
+#
+# These four functions start the ranks, wait for what they answer, and end with them. A program below
+# torchrun has none of this.
+
+
+# %%
 def ranks_of(target, world: int, *arguments) -> list:
     ranks = [FORK.Process(target=target, args=(rank, world, *arguments)) for rank in range(world)]
     for rank in ranks:
@@ -156,6 +190,14 @@ def answer_of(answers, ranks: list):
     return answers.get()
 
 
+# %% [markdown]
+# ## The steps of the tour
+#
+# The first training is killed with SIGKILL while it saves a step, or right after. The second one has half
+# as many ranks.
+
+
+# %%
 def loads(root: Path) -> None:
     for switch, name in (("off", "stock torch"), ("auto", "with the fix")):
         answers = FORK.SimpleQueue()
@@ -193,6 +235,14 @@ def resumes(root: Path) -> None:
     say(f"resume on {FEWER} ranks: from step {first}, which is whole, to step {STEPS}")
 
 
+# %% [markdown]
+# ## Export, and open
+#
+# `export_checkpoint` needs no ranks and no model. What it writes is a folder for transformers. The last
+# line compares the weights with those of one process that was never killed.
+
+
+# %%
 def export(root: Path) -> None:
     from torch_dcp_backport.checkpoint import export_checkpoint
 

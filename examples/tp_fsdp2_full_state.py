@@ -5,6 +5,7 @@
 torch >= 2.5: FSDP2 of torch 2.4 has no state dicts on a 2-D mesh.
 """
 
+# %%
 import torch_dcp_backport  # isort: skip  # noqa: F401, before anything binds torch's functions
 
 import os
@@ -26,6 +27,13 @@ except ImportError:  # torch 2.5
     from torch.distributed._composable.fsdp import fully_shard
 
 
+# %% [markdown]
+# ## A model that tensor parallelism can cut
+#
+# Tensor parallelism cuts `up` by rows and `down` by columns. FSDP2 cuts what is left once more.
+
+
+# %%
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +44,13 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+# %% [markdown]
+# ## The same two calls
+#
+# Rank 0 has whole tensors. The functions know both cuts of every parameter: nothing has to be said of them.
+
+
+# %%
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

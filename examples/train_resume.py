@@ -6,6 +6,7 @@ With `--root FOLDER`, start it again after a kill: on the same number of ranks f
 bit, or on another number, for the same learning rates and order of the data. CPU or CUDA.
 """
 
+# %%
 import argparse
 import os
 import tempfile
@@ -18,6 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, SaveSignals
 
+# %% [markdown]
+# ## A small decoder
+
+# %%
 VOCABULARY, WIDTH, LENGTH, BATCH = 97, 32, 12, 12
 
 
@@ -52,6 +57,14 @@ class Model(nn.Module):
         return self.head(x)
 
 
+# %% [markdown]
+# ## Data with a state
+#
+# Whatever has `state_dict` and `load_state_dict` can be saved with a step. This one says which batch comes
+# next.
+
+
+# %%
 class Batches:
     """Batches in a random order, a new one each epoch; its state is the same on every rank."""
 
@@ -74,6 +87,13 @@ class Batches:
         return batch
 
 
+# %% [markdown]
+# ## FSDP2 or DDP
+#
+# The manager takes either.
+
+
+# %%
 def parallel(model: nn.Module) -> Any:
     """Under FSDP2 where it trains on the CPU, else under DDP."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
@@ -87,6 +107,15 @@ def parallel(model: nn.Module) -> Any:
     return fully_shard(model)
 
 
+# %% [markdown]
+# ## The training
+#
+# These are the lines to copy: a manager of the model, the optimizer and the schedule; a handler of the
+# manager and of the data; `load_checkpoint` before the first step, and `save_checkpoint` after some.
+# `SaveSignals` asks for one more save when the job is about to end.
+
+
+# %%
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", help="where the steps are; by default a new folder")

@@ -22,8 +22,10 @@ SAYS = {
     "engine_sft": r"not here: FSDP2 of torch 2\.[456]|AdamW +4 shards(?s:.*)"
     r"each row's loss packed within \S+ of padded(?s:.*)text from the export, the same",
     "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
+    "hf_shards": r"39 tensors: this rank read 0\.50 of the bytes\nQwen2ForCausalLM opened",
     "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
     "lora_from_meta": "4 base weights loaded, 8 adapters saved",
+    "one_tensor": r"64 tensors\nmodel\.3\.weight: mean -?0\.\d+, step 7\nload: 1 records",
     "sharded_checkpoint": r"32 tensors saved by 4 ranks and loaded by 2\nsave: .*\nload: ",
     "train_resume": r"step 1 loss (?s:.*)step 40 loss ",
     "tp_fsdp2_full_state": r"16 tensors; model\[0\].up.weight is placed as \(_StridedShard",
@@ -32,6 +34,8 @@ SAYS = {
 
 def command_of(example: Path) -> tuple[int, list[str]]:
     """How many ranks an example's first lines start, and with which arguments."""
+    if f"    python examples/{example.name}\n" in example.read_text():
+        return 1, []
     (command,) = re.findall(r"^    torchrun (.*)$", example.read_text(), re.MULTILINE)
     option, world, path, *arguments = shlex.split(command)
     assert (option, path) == ("--nproc-per-node", f"examples/{example.name}")
@@ -55,6 +59,18 @@ def check_tour(output: str) -> None:
 def blocks(page: Path, language: str) -> list[str]:
     """The texts of a page's blocks of a language."""
     return re.findall(rf"^ *```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def blocks_below(page: Path, language: str) -> dict[str, str]:
+    """The block of a language below each second heading of a page that has one."""
+    parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    pattern = rf"^```{language}\n(.*?)^```$"
+    found = {}
+    for heading, text in zip(parts[1::2], parts[2::2]):
+        texts = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+        if texts:
+            (found[heading],) = texts
+    return found
 
 
 def output_of(arguments: Sequence[str], folder: Path) -> str:

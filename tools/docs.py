@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""The pages and a reference of all public names, as a site in build/site.
+"""The pages, the examples and a reference of all public names, as a site in build/site.
 
     make docs
+    make docs VERSION=0.2.0     # in build/versions/0.2.0, beside other releases, with a menu of all of them
 
-Runs in the lane `docs`, which has mkdocs and mkdocstrings. It reads the sources, and imports neither the
-package nor torch. A dead link, a dead anchor, or a public name without a docstring ends it with exit code 1.
+Runs in the lane `docs`, which has mkdocs, its theme "material" and mkdocstrings. It reads the sources, and
+imports neither the package nor torch. The site asks nothing of other servers. A dead link, a dead anchor, or
+a public name without a docstring ends it with exit code 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import logging
 import re
 import shutil
@@ -23,9 +27,12 @@ import griffe
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
+from pages_of_code import listing, page_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
+#: A folder for each release, and the list that the menu reads.
+VERSIONS = ROOT / "build" / "versions"
 PACKAGE = "torch_dcp_backport"
 # What CONTRIBUTING.md, "Versions", calls public. None is all of a module's __all__.
 PUBLIC: dict[str, tuple[str, ...] | None] = {
@@ -42,6 +49,7 @@ PUBLIC: dict[str, tuple[str, ...] | None] = {
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 NAV: list[Any] = [
     {"Home": "README.md"},
+    {"All pages by task": "docs/README.md"},
     {"By stack": "docs/stacks.md"},
     {
         "Fix an out-of-memory": [
@@ -63,10 +71,32 @@ NAV: list[Any] = [
     },
     {"Run it in CI": ["docs/in-your-ci.md"]},
     {"When something goes wrong": ["docs/troubleshooting.md", "docs/reliability.md"]},
+    {
+        "How it works, and what was tested": [
+            "docs/what-is-patched.md",
+            "docs/how-it-works.md",
+            "docs/accelerators.md",
+            "docs/compatibility.md",
+            "docs/conformance.md",
+            "docs/upstream-tests.md",
+            "docs/alternatives.md",
+        ]
+    },
 ]
+#: Programs of examples/ in the order of the cookbook; each other one comes after them.
+COOKBOOK = (
+    *("tour", "fsdp2_full_state", "train_resume", "sharded_checkpoint", "one_tensor", "hf_shards"),
+    *("hsdp_full_state", "tp_fsdp2_full_state", "lora_from_meta", "engine_sft"),
+)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", help="the release whose pages these are, for a folder of its own")
+    version = parser.parse_args().version
+    site = VERSIONS / version if version else SITE
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     missing = sorted(undocumented())
     for name in missing:
@@ -78,33 +108,44 @@ def main() -> int:
             (source / "api").mkdir(exist_ok=True)
             (source / "api" / f"{PACKAGE}{module}.md").write_text(reference(module, names))
         try:
-            build(configuration(source))
+            build(configuration(source, site))
         except Abort as error:
             print(f"docs: {error}", file=sys.stderr)
             return 1
-    print(f"{len(pages)} pages and {sum(1 for _ in public())} public names in {SITE.relative_to(ROOT)}")
+    if version:
+        listed(version)
+    print(f"{len(pages)} pages and {sum(1 for _ in public())} public names in {site.relative_to(ROOT)}")
     return 1 if missing else 0
 
 
 def copied(source: Path) -> list[Path]:
-    """Copy the pages, and the files in the tree that they link to, to where their links find them."""
+    """Write the pages, and what they link to in the tree, to where their links find them."""
     pages = [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("patches/*.md"),
         *ROOT.glob("benchmarks/**/*.md"),
     ]
+    shown: set[Path] = set(ROOT.glob("examples/*.py"))
     for page in pages:
         text = page.read_text()
         for link in LINKED.findall(text):
             there = (page.parent / link).resolve()
             if there.is_dir():  # no page of a site
-                text = text.replace(f"]({link})", "](#)")
+                text = re.sub(rf"\[([^\]]*)\]\({re.escape(link)}\)", r"\1", text)
+            elif there.suffix == ".py" and there.is_file():  # a page with its lines in colour
+                shown.add(there)
+                text = text.replace(f"]({link})", f"]({link}.md)")
             elif there.is_file() and there.suffix != ".md":
                 copy(there, source)
         goal = source / page.relative_to(ROOT)
         goal.parent.mkdir(parents=True, exist_ok=True)
         goal.write_text(text)
+    for file in shown:
+        name = file.relative_to(ROOT)
+        goal = source / f"{name}.md"
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        goal.write_text(page_of(file) if name.parts[0] == "examples" else listing(file, str(name)))
     return pages
 
 
@@ -168,32 +209,64 @@ def inherited(owner: Any, name: str) -> bool:
     return any(name in base.members and base.members[name].has_docstring for base in bases)
 
 
-def configuration(source: Path) -> Any:
-    nav = [*NAV, {"Reference": [f"api/{PACKAGE}{module}.md" for module in PUBLIC]}]
-    listed = {
-        page
-        for part in nav
-        for pages in part.values()
-        for page in ([pages] if isinstance(pages, str) else pages)
-    }
+def listed(version: str) -> None:
+    """Add a release to the list that the menu reads, the newest first; the root leads to the newest."""
+    path = VERSIONS / "versions.json"
+    others = json.loads(path.read_text()) if path.exists() else []
+    names = {version, *(each["version"] for each in others)}
+    ordered = sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+    lines = [{"version": name, "title": name, "aliases": []} for name in ordered]
+    path.write_text(json.dumps(lines, indent=1) + "\n")
+    leads = f'<meta http-equiv="refresh" content="0; {ordered[0]}/">'
+    (VERSIONS / "index.html").write_text(f"<!doctype html><title>torch-dcp-backport</title>{leads}\n")
+
+
+def configuration(source: Path, site: Path) -> Any:
+    examples = sorted(
+        (f"examples/{path.name}" for path in source.glob("examples/*.md")),
+        key=lambda path: next((n for n, name in enumerate(COOKBOOK) if f"/{name}.py" in path), len(COOKBOOK)),
+    )
+    nav = [*NAV[:3], {"Cookbook": examples}, *NAV[3:]]
+    nav.append(
+        {"Reference": [{module.lstrip(".") or PACKAGE: f"api/{PACKAGE}{module}.md"} for module in PUBLIC]}
+    )
+    taken = set(in_nav(nav))
     others = sorted(str(page.relative_to(source)) for page in source.rglob("*.md"))
-    nav.append({"More": [page for page in others if page not in listed]})
+    others = [page for page in others if page not in taken and not page.endswith(".py.md")]
+    nav.append({"Defects of torch": [page for page in others if page.startswith("patches/")]})
+    nav.append({"For contributors": [page for page in others if not page.startswith("patches/")]})
     return load_config(
         config_file=io.StringIO("{}"),
         site_name="torch-dcp-backport",
         docs_dir=str(source),
-        site_dir=str(SITE),
+        site_dir=str(site),
         use_directory_urls=False,
-        theme={"name": "mkdocs"},
+        theme=THEME,
         nav=nav,
+        not_in_nav="*.py.md",
         strict=True,
         validation={"links": {"anchors": "warn", "not_found": "warn", "absolute_links": "warn"}},
-        markdown_extensions=["fenced_code", "tables", {"toc": {"slugify": slug}}],
+        markdown_extensions=[
+            "pymdownx.superfences",
+            "tables",
+            {"pymdownx.highlight": {"use_pygments": True}},
+            {"toc": {"slugify": slug, "permalink": True, "toc_depth": 3}},
+        ],
         plugins=[
-            "search",
+            "material/search",
             {"mkdocstrings": {"handlers": {"python": {"paths": [str(ROOT)], "options": OPTIONS}}}},
         ],
+        extra={"generator": False, "version": {"provider": "mike"}} if site != SITE else {"generator": False},
     )
+
+
+def in_nav(part: Any) -> Iterator[str]:
+    """Yield the pages below a part of the navigation."""
+    if isinstance(part, str):
+        yield part
+    else:
+        for below in part.values() if isinstance(part, dict) else part:
+            yield from in_nav(below)
 
 
 def slug(text: str, separator: str) -> str:
@@ -201,6 +274,31 @@ def slug(text: str, separator: str) -> str:
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", separator)
 
 
+THEME: dict[str, Any] = {
+    "name": "material",
+    "font": False,  # the reader's own: a site asks no other server
+    "features": [
+        "content.code.copy",
+        "navigation.footer",
+        "navigation.indexes",
+        "navigation.top",
+        "search.highlight",
+        "search.suggest",
+        "toc.follow",
+    ],
+    "palette": [
+        {
+            "media": "(prefers-color-scheme: light)",
+            "scheme": "default",
+            "toggle": {"icon": "material/weather-night", "name": "dark"},
+        },
+        {
+            "media": "(prefers-color-scheme: dark)",
+            "scheme": "slate",
+            "toggle": {"icon": "material/weather-sunny", "name": "light"},
+        },
+    ],
+}
 OPTIONS = {
     "docstring_style": "google",
     # The fields of a NamedTuple stand below Args.
@@ -209,7 +307,15 @@ OPTIONS = {
     "allow_inspection": False,
     "show_source": False,
     "show_root_heading": True,
+    "show_root_full_path": False,
+    "merge_init_into_class": True,
     "show_if_no_docstring": False,
+    "show_signature_annotations": True,
+    "separate_signature": True,
+    "line_length": 80,  # of signatures, which ruff breaks
+    "docstring_section_style": "list",
+    "show_symbol_type_heading": True,
+    "show_symbol_type_toc": True,
     "heading_level": 2,
 }
 # Static: griffe parses the files.

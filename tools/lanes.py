@@ -131,7 +131,9 @@ LANES: dict[str, tuple[str, ...]] = {
     "megatron-0.19": ("torch==2.7.1", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
     # The pages and the reference (tools/docs.py): it reads the sources, and imports neither them nor torch.
-    "docs": ("mkdocs==1.6.1", "mkdocstrings[python]>=0.30,<2"),
+    "docs": ("mkdocs==1.6.1", "mkdocs-material==9.8.2", "mkdocstrings[python]>=0.30,<2", "ruff==0.14.5"),
+    # Screenshots of the site, by a Chromium that the machine has (tools/shots.py).
+    "shots": ("playwright==1.65.2",),
 }
 # Installed without what they depend on: megatron-core asks for wandb, zarr and more, and its models use none;
 # verl asks for what its rollouts need.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import output_of
+from programs import blocks_below, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 (INIT,) = re.findall(
@@ -38,3 +38,12 @@ def test_a_worker(how: str, package: str, tmp_path: Path, monkeypatch: pytest.Mo
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("WORKERS", f"{tmp_path / 'site'}{os.pathsep}{path}")
     assert f"the worker has that of {package}\n" in output_of(["train.py"], tmp_path)
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """docs/stacks.md, Ray: what the workers run begins with the import."""
+    pytest.importorskip("ray")
+    (tmp_path / "train.py").write_text(blocks_below(ROOT / "docs" / "stacks.md", "python")["Ray"])
+    output = output_of(["train.py"], tmp_path)
+    assert "'fix': 'applied'" in output, output
+    assert (tmp_path / "steps" / "global_step_1").is_dir()

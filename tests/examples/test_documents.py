@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,12 +60,14 @@ def test_what_others_run_is_still_shown() -> None:
     assert set(ELSEWHERE) <= COMMANDS
 
 
+TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
 #: Words of programs that other lanes run: FSDP2 trains on the CPU from torch 2.7 on (test_examples.py), and
 #: megatron-core has a lane of its own (tests/megatron/test_megatron_core.py).
 IN_OTHER_LANES = ("FSDPEngineWithLMHead", "from megatron.core")
 PROGRAMS = [
     (page.name, program)
     for page in PAGES
+    if page.name != "stacks.md"  # tests/clients/test_stacks.py
     for program in blocks(page, "python")
     if not any(words in program for words in IN_OTHER_LANES)
 ]
@@ -93,6 +96,39 @@ def test_the_complete_test_of_a_load_passes_with_the_fix_and_fails_without(tmp_p
     }
     assert ends["strict"].returncode == 0, ends["strict"].stdout
     assert "14.0 MiB) are allowed" in ends["off"].stdout
+
+
+def test_the_script_for_slurm_starts_its_ranks(tmp_path: Path) -> None:
+    """With stand-ins for `srun` and `scontrol`, and two ranks on one machine."""
+    (script,) = (text for text in blocks(ROOT / "docs" / "stacks.md", "text") if "#SBATCH" in text)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    commands = {"srun": 'exec "$@"', "scontrol": "echo 127.0.0.1", "torchrun": TORCHRUN}
+    for name, command in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    program = "import os, torch_dcp_backport as t; print('rank', os.environ['RANK'], t.status().outcome)\n"
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "job.sh").write_text(script.replace("-node 8", "-node 2").replace("29500", str(port)))
+    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "job.sh"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "SLURM_NNODES": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    said = sorted(re.findall(r"rank (\d) (\w+)", done.stdout))
+    assert said == [("0", "pending"), ("1", "pending")], done.stdout
 
 
 def test_the_readme_is_short_and_begins_with_the_symptom() -> None:

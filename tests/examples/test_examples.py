@@ -49,6 +49,31 @@ def test_the_quickstart_of_the_engine_trains_saves_and_loads(
     assert (tmp_path / "ckpt/global_step_1/manifest.json").is_file()
 
 
+@pytest.mark.parametrize("example", ALL, ids=lambda path: path.stem)
+def test_what_a_page_shows_was_printed_by_it(example: Path) -> None:
+    """As `make outputs` has recorded it."""
+    first, _, printed = (example.parent / "outputs" / f"{example.stem}.txt").read_text().partition("\n")
+    assert re.fullmatch(r"On torch 2\.\d+\.\d+, (four ranks|two ranks|one process) on the CPU:", first)
+    if example == TOUR:
+        check_tour(printed)
+    else:
+        assert re.search(SAYS[example.stem], printed), printed
+
+
+@pytest.mark.parametrize("example", ALL, ids=lambda path: path.stem)
+def test_its_cells_are_a_notebook(example: Path) -> None:
+    """Cells of code and of text in turn, each text with words alone."""
+    text = example.read_text()
+    cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
+    assert cells[0].startswith("\n")
+    assert [cell for cell in cells if cell.startswith(" [markdown]")]
+    for cell in cells:
+        if cell.startswith(" [markdown]"):
+            lines = cell.strip().splitlines()[1:]
+            assert all(line.startswith("#") for line in lines if line), cell
+            assert lines[0].startswith("# ## ")
+
+
 def test_each_is_listed() -> None:
     listed = (ROOT / "docs" / "README.md").read_text()
     assert [path.name for path in ALL if f"examples/{path.name}" not in listed] == []

@@ -17,7 +17,7 @@ from gpt import forward, gpt
 from heard import heard
 from packaging.version import Version
 from pool import Pool
-from programs import blocks, output_of
+from programs import blocks, blocks_below, output_of
 
 from torch_dcp_backport.megatron.convert import convert
 
@@ -141,6 +141,14 @@ def test_a_converted_checkpoint_is_what_the_model_loads_and_saves(core_ranks, ca
     got, wanted = read_folder(tmp_path / "back"), read_folder(tmp_path / "hf")
     assert set(got) == set(wanted)
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def test_megatrons_own_calls_save_and_load_by_this_package(tmp_path: Path) -> None:
+    program = blocks_below(Path(__file__).parents[2] / "docs/stacks.md", "python")["Megatron-LM"]
+    shown = "print(dist_checkpointing.save.__module__)"
+    output = output_of(["-c", f"{program}\n{shown}"], tmp_path)
+    assert output.splitlines()[-1].startswith("torch_dcp_backport.dist_checkpointing")
+    assert (tmp_path / "step_1" / "metadata.json").is_file()
 
 
 def test_the_quickstart_with_a_gpt_model_loads_and_saves(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_ci_runs_what_this_tree_runs_and_keeps_what_that_makes() -> None:
     for used in (step["uses"] for step in steps if "uses" in step):
         assert re.fullmatch(r"actions/[\w-]+@v\d+", used)
     kept = {step["with"]["path"] for step in steps if "upload-artifact" in step.get("uses", "")}
-    assert kept == {"dist/", "build/site/"}
+    assert kept == {"dist/", "build/site/", "build/shots/"}
+    assert "make shots" in [step.get("run") for step in steps]
     targets = re.search(r"make --keep-going.*?2>&1", (ROOT / ".ci" / "run").read_text(), re.DOTALL)
     assert targets is not None
     assert {"wheel", "docs"} <= set(targets[0].split())

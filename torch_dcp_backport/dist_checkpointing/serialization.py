@@ -69,8 +69,8 @@ CANNOT_LOAD = "cannot load the checkpoint"
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Folder,
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
+    sharded_strategy: Optional[object] = None,
+    common_strategy: Optional[object] = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Optional[Callable[[CommonStateDict], StateDict]] = None,
@@ -227,8 +227,8 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Folder,
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
+    sharded_strategy: Optional[object] = None,
+    common_strategy: Optional[object] = None,
     validate_access_integrity: bool = True,
     strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
@@ -410,7 +410,9 @@ def open_alone(checkpoint_dir: Folder) -> Opened:
     return engine.opened(folder, engine.small_files(folder))
 
 
-def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+def load_tensors_metadata(
+    checkpoint_dir: Folder, sharded_strategy: Optional[object] = None
+) -> dict[str, ShardedTensor]:
     """Return the tensors of a checkpoint, without data. Not collective.
 
     Args:
@@ -450,7 +452,9 @@ def full_tensor_of(key: str, stored: Stored) -> ShardedTensor:
 
 
 def load_sharded_metadata(
-    checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
+    checkpoint_dir: Folder,
+    sharded_strategy: Optional[object] = None,
+    common_strategy: Optional[object] = None,
 ) -> dict[str, ShardedBase]:
     """Return the tensors of `load_tensors_metadata`, and the objects by their unique keys. Not collective.
 

@@ -64,6 +64,7 @@ from torch_dcp_backport.hf._src.opening import (
 from torch_dcp_backport.hf._src.sight import opened_together as opened_together
 from torch_dcp_backport.hf._src.source import (
     CONFIG as CONFIG,
+    Configuration as Configuration,
     copied_of as copied_of,
 )
 from torch_dcp_backport.hf._src.state import (

@@ -32,6 +32,7 @@ from torch_dcp_backport.hf import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     CONFIG,
+    Configuration,
     Cutout,
     Export,
     ExportTarget,
@@ -74,11 +75,11 @@ def export_checkpoint(
     folder: Folder,
     target: Folder,
     *,
-    like: Optional[Union[Folder, Any]] = None,
+    like: Optional[Union[Folder, Mapping[str, object], Configuration]] = None,
     how: Optional[Export] = None,
     trust: bool = False,
     adapter: str = MERGE,
-    adapter_config: Optional[Union[Folder, Any]] = None,
+    adapter_config: Optional[Union[Folder, Mapping[str, object], Configuration]] = None,
     adapter_name: Optional[str] = None,
 ) -> Saved:
     """Write the model of a checkpoint as a folder that `from_pretrained` opens. Not collective.

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch_dcp_backport.checkpoint._src.manager import (
     VERL_ADAPTER,
     WORLD,
     ShardedManager,
+    Stateful,
     schedule_of,
 )
 from torch_dcp_backport.checkpoint._src.partial import View
@@ -233,13 +234,13 @@ class FSDPCheckpointManager(ShardedManager):
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        processing_class: Any = None,
-        checkpoint_config: Any = None,
+        model: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        lr_scheduler: Optional[Stateful] = None,
+        processing_class: Optional[object] = None,
+        checkpoint_config: Optional[Union[Mapping[str, object], object]] = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: Optional[object] = None,
         trust_remote_code: bool = False,
         like: Optional[Folder] = None,
         trust: bool = False,

@@ -33,7 +33,7 @@ from torch_dcp_backport.checkpoint._src import (
     watching,
 )
 from torch_dcp_backport.checkpoint._src.extra import MOST, data_state, has_state, resume
-from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager, Engine, Stateful
 from torch_dcp_backport.checkpoint._src.policies import (
     PreservationPolicy,
     SavePolicy,
@@ -100,8 +100,8 @@ class CheckpointHandler:
 
     def __init__(
         self,
-        engine: Any,
-        train_dataloader: Any = None,
+        engine: Engine,
+        train_dataloader: Optional[Stateful] = None,
         *,
         default_local_dir: Folder,
         max_ckpt_to_keep: Optional[int] = None,
@@ -114,7 +114,7 @@ class CheckpointHandler:
         exclude: Collection[str] = (),
         rename: Optional[Mapping[str, str]] = None,
         mode: OrchestrationMode = OrchestrationMode.SPMD,
-        lora_train_meta: Optional[Mapping[str, Any]] = None,
+        lora_train_meta: Optional[Mapping[str, object]] = None,
         on_data: str = "error",
         at_epoch_end: str = "next",
         verify: bool = True,
@@ -122,7 +122,7 @@ class CheckpointHandler:
         on_upload: str = "raise",
         on_failure: str = "raise",
         save_timeout: Optional[float] = None,
-        state: Optional[Mapping[str, Any]] = None,
+        state: Optional[Mapping[str, Stateful]] = None,
         process_group: Group = None,
     ) -> None:
         """Remember what to save, and where. Not collective.
@@ -216,8 +216,8 @@ class CheckpointHandler:
                 raise ValueError(f"exclude has {pattern!r}, and state has none of that name")
         self.partial = wanted
         self.state = user_state.check_names(state)
-        self.engine = engine
-        self.train_dataloader = train_dataloader
+        self.engine: Any = engine
+        self.train_dataloader: Any = train_dataloader
         # Absolute: the working directory may be another when a step is saved.
         self.default_local_dir = Path(default_local_dir).absolute()
         self.max_ckpt_to_keep = max_ckpt_to_keep

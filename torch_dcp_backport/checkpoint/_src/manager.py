@@ -13,7 +13,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional, Protocol, Union
+
+from torch import nn
 
 from torch_dcp_backport.checkpoint._src import extra, partial, remote, store, together, uploads
 from torch_dcp_backport.checkpoint._src.partial import WHOLE, Partial
@@ -75,6 +77,26 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 LORA_ONLY = "save_lora_only"
 
 
+class Stateful(Protocol):
+    """What is saved and loaded by a state: an optimizer, a schedule, a data loader, an object of yours."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state over."""
+
+
+class Engine(Protocol):
+    """What saves and loads a step: a checkpoint manager, or an engine with verl's methods."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save a step: `local_path=`, `global_step=`, `max_ckpt_to_keep=`."""
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a step from its path."""
+
+
 class BaseCheckpointManager:
     """The base of managers, which save and load the parts of a training.
 
@@ -88,11 +110,11 @@ class BaseCheckpointManager:
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any = None,
-        processing_class: Any = None,
-        checkpoint_config: Any = None,
+        model: Union[nn.Module, Sequence[nn.Module]],
+        optimizer: Optional[Stateful],
+        lr_scheduler: Optional[Stateful] = None,
+        processing_class: Optional[object] = None,
+        checkpoint_config: Optional[Union[Mapping[str, object], object]] = None,
         *,
         trust: bool = False,
         save_timeout: Optional[float] = None,
@@ -124,11 +146,12 @@ class BaseCheckpointManager:
         """
         settings = resolved(checkpoint_config, "checkpoint_config")
         unused = unused_settings(settings)
-        self.model = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.processing_class = processing_class
-        self.checkpoint_config = checkpoint_config
+        # A manager asks each for what it needs: these have more than the types above.
+        self.model: Any = model
+        self.optimizer: Any = optimizer
+        self.lr_scheduler: Any = lr_scheduler
+        self.processing_class: Any = processing_class
+        self.checkpoint_config: Any = checkpoint_config
         self.process_group = process_group
         if checked_flag(LORA_ONLY, setting(settings, LORA_ONLY) or False) and self.may_have_adapters():
             raise ValueError(

@@ -12,14 +12,20 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
 
 from torch_dcp_backport import rooms
 from torch_dcp_backport.checkpoint._src import beside, extra
-from torch_dcp_backport.checkpoint._src.manager import SAVED, SCHEDULERS_WORLD, WORLD, ShardedManager
+from torch_dcp_backport.checkpoint._src.manager import (
+    SAVED,
+    SCHEDULERS_WORLD,
+    WORLD,
+    ShardedManager,
+    Stateful,
+)
 from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE, writing_in
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
@@ -28,7 +34,7 @@ from torch_dcp_backport.dist_checkpointing import (
     param_groups,
     resolved,
 )
-from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -80,29 +86,29 @@ class MegatronCheckpointManager(ShardedManager):
 
     def __init__(
         self,
-        config: Any = None,
-        checkpoint_config: Any = None,
-        model_config: Any = None,
-        transformer_config: Any = None,
+        config: Optional[object] = None,
+        checkpoint_config: Optional[Union[Mapping[str, object], object]] = None,
+        model_config: Optional[object] = None,
+        transformer_config: Optional[object] = None,
         role: str = "actor",
-        model: Any = None,
+        model: Optional[Union[nn.Module, Sequence[nn.Module]]] = None,
         arch: str = "",
-        hf_config: Any = None,
+        hf_config: Optional[object] = None,
         param_dtype: Optional[torch.dtype] = None,
         share_embeddings_and_output_weights: bool = False,
-        processing_class: Any = None,
-        optimizer: Any = None,
-        optimizer_scheduler: Any = None,
+        processing_class: Optional[object] = None,
+        optimizer: Optional[Stateful] = None,
+        optimizer_scheduler: Optional[Stateful] = None,
         use_distributed_optimizer: bool = False,
         use_checkpoint_opt_param_scheduler: bool = True,
         use_dist_checkpointing: bool = True,
-        bridge: Any = None,
-        provider: Any = None,
-        peft_cls: Any = None,
+        bridge: Optional[object] = None,
+        provider: Optional[object] = None,
+        peft_cls: Optional[object] = None,
         *,
-        parallel_state: Any = None,
-        rng_tracker: Any = None,
-        like: Any = None,
+        parallel_state: Optional[object] = None,
+        rng_tracker: Optional[object] = None,
+        like: Optional[Folder] = None,
         trust: bool = False,
         save_timeout: Optional[float] = None,
         process_group: Group = None,
@@ -136,7 +142,8 @@ class MegatronCheckpointManager(ShardedManager):
         others = {"bridge": bridge, "provider": provider, "peft_cls": peft_cls}
         asked = [name for name, value in others.items() if value is not None]
         asked += [] if use_dist_checkpointing else ["use_dist_checkpointing=False"]
-        chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else model
+        is_one = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+        chunks: Any = [model] if is_one else model
         super().__init__(
             chunks,
             optimizer,
@@ -149,12 +156,12 @@ class MegatronCheckpointManager(ShardedManager):
         )
         if asked:
             self.tell(f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint")
-        self.transformer_config = transformer_config
-        self.hf_config = hf_config
+        self.transformer_config: Any = transformer_config
+        self.hf_config: Any = hf_config
         self.param_dtype = param_dtype
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
-        self._parallel_state = parallel_state
-        self._rng_tracker = rng_tracker
+        self._parallel_state: Any = parallel_state
+        self._rng_tracker: Any = rng_tracker
         self.origin = beside.folder_of(like, hf_config)
         if self.should_save_hf_model and not hasattr(hf_config, "save_pretrained"):
             raise ValueError("save_contents: no hf_model: hf_config has no save_pretrained")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine._src.batches import Batch
 from torch_dcp_backport.engine._src.checks import cleaning_up
 from torch_dcp_backport.engine._src.mesh import Grid
 from torch_dcp_backport.transfer import Group
@@ -55,7 +56,7 @@ class BaseEngine:
         """
         return EngineContext(self, "eval", **options)
 
-    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> dict[str, Any]:
+    def train_batch(self, data: Batch, loss_function: Callable[..., Any]) -> dict[str, Any]:
         """Take a step of the optimizer on a batch. Collective.
 
         Args:
@@ -70,7 +71,7 @@ class BaseEngine:
         outputs["metrics"]["grad_norm"] = self.optimizer_step()
         return outputs
 
-    def infer_batch(self, data: Any, loss_function: Optional[Callable[..., Any]] = None) -> dict[str, Any]:
+    def infer_batch(self, data: Batch, loss_function: Optional[Callable[..., Any]] = None) -> dict[str, Any]:
         """Return the model's outputs for a batch, without gradients. Collective.
 
         Args:
@@ -84,7 +85,7 @@ class BaseEngine:
             return self.forward_backward_batch(data, loss_function, forward_only=True)
 
     def forward_backward_batch(
-        self, data: Any, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
+        self, data: Batch, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
     ) -> dict[str, Any]:
         """Run the model on a batch, and the loss backwards. Collective; subclasses define it.
 

@@ -11,7 +11,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Protocol, Union
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -37,6 +37,16 @@ COMPARED = (
 
 #: First column of a row that is no padding, and the column behind the last.
 Span = tuple[int, int]
+
+
+class Batch(Protocol):
+    """Rows of a rank by name: a dict of tensors, a TensorDict, or what has these two methods."""
+
+    def keys(self) -> Any:
+        """Return the names."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """Return the values of a name, rows first."""
 
 
 class Limit(NamedTuple):
@@ -94,7 +104,7 @@ class Micro(NamedTuple):
 
 
 def plan(
-    data: Any,
+    data: Batch,
     limit: Union[Limit, Callable[[], Limit]],
     group: Group = None,
     *,
@@ -623,7 +633,7 @@ def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
     return spread
 
 
-def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
+def micro_batches(data: Batch, plan: Plan) -> Iterator[Micro]:
     """Yield the micro-batches of a plan; each is made when it is asked for.
 
     A tensor, array, list or tuple that is as long as the batch has rows is cut with the rows, also a tensor

@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 
 from torch_dcp_backport.engine._src import verl
-from torch_dcp_backport.engine._src.batches import Limit, flag_of, value_in
+from torch_dcp_backport.engine._src.batches import Batch, Limit, flag_of, value_in
 from torch_dcp_backport.engine._src.build import Sharding
 from torch_dcp_backport.engine._src.checks import (
     Settings,
@@ -222,7 +222,7 @@ class EngineConfig(Settings):
         param_dtype, reduce_dtype = (dtype_of(asked[name]) for name in ("param_dtype", "reduce_dtype"))
         return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
 
-    def limit(self, data: Any, is_inference: bool) -> Limit:
+    def limit(self, data: Batch, is_inference: bool) -> Limit:
         """Return the size of a batch's micro-batches.
 
         Args:

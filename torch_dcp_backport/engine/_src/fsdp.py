@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
@@ -68,10 +69,10 @@ class FSDPEngine(BaseEngine):
 
     def __init__(
         self,
-        model_config: Any,
-        engine_config: Any = None,
-        optimizer_config: Any = None,
-        checkpoint_config: Any = None,
+        model_config: Union[ModelConfig, Mapping[str, object], object],
+        engine_config: Optional[Union[EngineConfig, Mapping[str, object], object]] = None,
+        optimizer_config: Optional[Union[OptimizerConfig, Mapping[str, object], object]] = None,
+        checkpoint_config: Optional[Union[Mapping[str, object], object]] = None,
         *,
         device: Optional[str] = None,
     ) -> None:
@@ -101,8 +102,8 @@ class FSDPEngine(BaseEngine):
             model_config, "tokenizer", None
         )
         #: Read by `initialize`: until then verl's trainers still write the number of steps into it.
-        self.optimizer_config = optimizer_config
-        self.checkpoint_config = checkpoint_config
+        self.optimizer_config: Any = optimizer_config
+        self.checkpoint_config: Any = checkpoint_config
         self.device = device or default_device()
         self.is_param_offload_enabled = self.engine_config.param_offload
         self.is_optimizer_offload_enabled = self.engine_config.optimizer_offload
@@ -231,7 +232,7 @@ class FSDPEngine(BaseEngine):
         return model
 
     def forward_backward_batch(
-        self, data: Any, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
+        self, data: batches.Batch, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
     ) -> dict[str, Any]:
         """Run the model on a batch, and the loss backwards. Collective.
 
@@ -291,7 +292,7 @@ class FSDPEngine(BaseEngine):
             compat.reshard(self.module)
         return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
 
-    def packs(self, data: Any, limit: batches.Limit) -> bool:
+    def packs(self, data: batches.Batch, limit: batches.Limit) -> bool:
         """Return whether a batch's rows run in one sequence.
 
         Args:
@@ -424,7 +425,7 @@ class FSDPEngine(BaseEngine):
 
     def save_checkpoint(
         self,
-        local_path: Any,
+        local_path: Union[str, Path],
         hdfs_path: Optional[str] = None,
         global_step: int = 0,
         max_ckpt_to_keep: Optional[int] = None,
@@ -444,7 +445,7 @@ class FSDPEngine(BaseEngine):
 
     def load_checkpoint(
         self,
-        local_path: Any,
+        local_path: Union[str, Path],
         hdfs_path: Optional[str] = None,
         del_local_after_load: bool = False,
         **unknown: Any,
@@ -588,7 +589,7 @@ class FSDPEngine(BaseEngine):
         """
         return default if dtype == "as verl" else dtype_of(dtype)
 
-    def save_adapter(self, folder: Any) -> None:
+    def save_adapter(self, folder: Union[str, Path]) -> None:
         """Write the adapters alone, as peft opens them. Collective.
 
         Args:

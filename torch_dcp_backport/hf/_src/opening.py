@@ -26,7 +26,7 @@ Read = Callable[[str, Box], torch.Tensor]
 
 def opened(
     folder: Union[str, Path, Source],
-    model: Any,
+    model: torch.nn.Module,
     held: Optional[Mapping[str, tuple[int, ...]]] = None,
 ) -> Source:
     """Return a folder's tensors under the names of a model of transformers, as `from_pretrained` maps them.

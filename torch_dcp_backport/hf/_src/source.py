@@ -25,6 +25,13 @@ INDEX = "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 16, 64
 
 
+class Configuration(Protocol):
+    """A configuration of transformers or of peft."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings by name."""
+
+
 @runtime_checkable
 class Source(Protocol):
     """HF tensors that a rank can read parts of.

@@ -41,7 +41,7 @@ from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf._src.format import CODES, encodable, is_plain
 from torch_dcp_backport.hf._src.moving import bring_window
 from torch_dcp_backport.hf._src.sight import look, opened_together
-from torch_dcp_backport.hf._src.source import CONFIG, Source
+from torch_dcp_backport.hf._src.source import CONFIG, Configuration, Source
 from torch_dcp_backport.transfer import (
     SHOWN,
     Agreement,
@@ -100,9 +100,9 @@ def save_state_dict(
     state_dict: Mapping[str, torch.Tensor],
     folder: Union[str, Path],
     *,
-    like: Any,
+    like: Union[str, Path, Mapping[str, object], Configuration],
     how: Optional[Export] = None,
-    adapter: Any = None,
+    adapter: Optional[Union[Mapping[str, object], Configuration]] = None,
     adapter_name: Optional[str] = None,
     transposed: Optional[Mapping[str, bool]] = None,
     process_group: Group = None,
@@ -187,7 +187,7 @@ def save_adapter(
     state_dict: Mapping[str, torch.Tensor],
     folder: Union[str, Path],
     *,
-    adapter: Any,
+    adapter: Union[Mapping[str, object], Configuration],
     name: str = "default",
     overwrite: bool = False,
     process_group: Group = None,

@@ -16,6 +16,7 @@ import torch
 
 from torch_dcp_backport.hf import (
     CONFIG,
+    Configuration,
     Export,
     Saved,
     Source,
@@ -220,7 +221,7 @@ def save_hf(
     models: Models,
     folder: Union[str, Path],
     *,
-    like: Any,
+    like: Union[str, Path, Mapping[str, object], Configuration],
     parallel: Optional[Parallel] = None,
     layers: Optional[Layers] = None,
     how: Optional[Export] = None,
@@ -304,7 +305,7 @@ def save_hf(
 def gather_hf(
     models: Models,
     *,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     parallel: Optional[Parallel] = None,
     layers: Optional[Layers] = None,
     dtype: Optional[torch.dtype] = None,

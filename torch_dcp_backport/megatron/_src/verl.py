@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf import Source, as_config
+from torch_dcp_backport.hf import Configuration, Source, as_config
 from torch_dcp_backport.megatron._src.agreed import GivenModules
 from torch_dcp_backport.megatron._src.bridge import gather, load
 from torch_dcp_backport.megatron._src.model import PARALLEL_STATE, Layers, Models, chunks_of
@@ -18,9 +18,9 @@ from torch_dcp_backport.megatron._src.stages import stages
 
 
 def load_state_dict_to_megatron_qwen2(
-    state_dict: Optional[Mapping[str, Any]],
+    state_dict: Optional[Mapping[str, object]],
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     params_dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
@@ -85,7 +85,7 @@ def load_state_dict_to_megatron_qwen2(
 
 def merge_megatron_ckpt_qwen2(
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
@@ -140,9 +140,9 @@ def merge_megatron_ckpt_qwen2(
 
 
 def load_state_dict_to_megatron_gptmodel(
-    state_dict: Optional[Mapping[str, Any]],
+    state_dict: Optional[Mapping[str, object]],
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     params_dtype: torch.dtype,
     is_value_model: bool = False,
 ) -> None:
@@ -204,7 +204,7 @@ def load_state_dict_to_megatron_gptmodel(
 
 def merge_megatron_ckpt_gptmodel(
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
@@ -242,7 +242,7 @@ def merge_megatron_ckpt_gptmodel(
 
 def merge_megatron_ckpt_gptmodel_qwen_moe(
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
@@ -273,7 +273,7 @@ def merge_megatron_ckpt_gptmodel_qwen_moe(
 
 def merge_megatron_ckpt_gptmodel_mixtral(
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
@@ -304,7 +304,7 @@ def merge_megatron_ckpt_gptmodel_mixtral(
 
 def merge_megatron_ckpt_gptmodel_dpskv3(
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
@@ -335,7 +335,7 @@ def merge_megatron_ckpt_gptmodel_dpskv3(
 
 def merge_megatron_ckpt_gptmodel_qwen2_5_vl(
     wrapped_models: Models,
-    config: Any,
+    config: Union[Mapping[str, object], Configuration],
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
