@@ -458,18 +458,18 @@ def save_more_than_a_load_takes(room: Any, folder: str, most: int, text: int) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [(3_500, "the least size is [0-9]+"), (1_500, "their size is [0-9]+")]
+    ("text", "what"), [(7_000, "the least size is [0-9]+"), (4_000, "their size is [0-9]+")]
 )
 def test_an_index_that_no_load_takes_is_refused_at_the_save(
     ranks, tmp_path: Path, text: int, what: str
 ) -> None:
     """Also where only the finished index tells: then nothing of the save is left."""
-    for error, left in ranks(save_more_than_a_load_takes, str(tmp_path), 4_000, text, world=2):
+    for error, left in ranks(save_more_than_a_load_takes, str(tmp_path), 8_000, text, world=2):
         assert re.search(rf"rank 0: an index too large to be loaded: \.metadata .*{what} bytes", error), error
         assert left == []
 
 
 def test_an_index_of_the_largest_size_is_saved_and_loaded(ranks, tmp_path: Path) -> None:
-    assert [error for error, _ in ranks(save_more_than_a_load_takes, str(tmp_path), 4_000, 300, world=2)] == [
+    assert [error for error, _ in ranks(save_more_than_a_load_takes, str(tmp_path), 8_000, 300, world=2)] == [
         ""
     ] * 2

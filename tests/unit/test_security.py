@@ -22,7 +22,6 @@ WRITER = {"dist_checkpointing/_src/saver.py", "dist_checkpointing/_src/saver_pro
 OWN = {
     "dcp/collectives.py",
     "dist_checkpointing/_src/common.py",
-    "dist_checkpointing/_src/plans.py",
     "dist_checkpointing/_src/save.py",
     "dist_checkpointing/storage.py",  # what `to_bytes` has just made
 }

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing._src.body import Words
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box
@@ -169,10 +170,11 @@ def to_bytes(
     ).encode()
     # Numbers behind it begin at multiples of their size.
     head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + zlib.compress(head + b"".join(arrays), 1)
+    # Not compressed: few bytes could then ask for much memory.
+    return b"".join((struct.pack("<Q", len(head)), head, *arrays))
 
 
-def little(numbers: array[int]) -> array[int]:
+def little(numbers: Words) -> Words:
     """Swap the bytes of numbers on a machine that is not little-endian, as files are."""
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -208,23 +210,22 @@ def from_bytes(data: bytes) -> Unpacked:
 
 def _from_bytes(data: bytes) -> Unpacked:
     (length,) = struct.unpack_from("<Q", data)
-    content = bytearray(zlib.decompress(data[8:]))
-    facts: Mapping[str, Any] = json.loads(bytes(content[:length]))
-    at = length
+    facts: Mapping[str, Any] = json.loads(data[8 : 8 + length])
+    at = 8 + length
 
     def column(count: int, *shape: int) -> torch.Tensor:
         nonlocal at
         numel = count * math.prod(shape)
         values = torch.zeros(0, dtype=torch.int64)
         if numel:
-            numbers = little(array("q", content[at : at + 8 * numel]))
+            numbers = little(array("q", data[at : at + 8 * numel]))
             values = torch.frombuffer(numbers, dtype=torch.int64)
         at += 8 * numel
         return values.view(count, *shape)
 
     blocks = []
     for fact in facts["blocks"]:
-        dtype, shape, keys = getattr(torch, fact["dtype"]), tuple(map(int, fact["shape"])), fact["keys"]
+        dtype, shape, keys = getattr(torch, fact["dtype"], None), tuple(map(int, fact["shape"])), fact["keys"]
         original = None if fact["original"] is None else tuple(map(int, fact["original"]))
         shapes: tuple[tuple[int, ...], ...] = (2, len(shape)), (), (), (), (len(keys),), (len(keys),)
         columns = [column(count, *rest) for count, rest in zip(fact["sizes"], shapes)]

@@ -218,8 +218,8 @@ def plan_of(alike: Alike, balanced: bool = True, fixed: Collection[str] = ()) ->
             stripes.append([alone] if alone.boxes else [])
             shared += groups
             for box, (first, *_) in zip(alone.boxes, alone.holders):
-                load[first[0]] += len(numbers) * box.numel * alike.dtype_of(cells).itemsize
-            total += len(numbers) * sum(box.numel for box in cells) * alike.dtype_of(cells).itemsize
+                load[first[0]] += len(numbers) * nbytes_of(box, cells)
+            total += len(numbers) * sum(nbytes_of(box, cells) for box in cells)
     for number, stripe in dealt(shared, [len(kind.keys) for kind in kinds], total, load):
         stripes[number].append(stripe)
     objects: dict[int, list[int]] = {rank: [] for rank in alike.tables}
@@ -232,6 +232,10 @@ def plan_of(alike: Alike, balanced: bool = True, fixed: Collection[str] = ()) ->
     return Plan(alike.tables, kinds, stripes, objects)
 
 
+def nbytes_of(box: Box, cells: Mapping[Box, Sequence[HeldRow]]) -> int:
+    return box.numel * cells[box][0].row.dtype.itemsize
+
+
 def writers_of(
     number: int, alike: Alike, cells: Mapping[Box, Sequence[HeldRow]], is_free: bool
 ) -> tuple[Stripe, list[Shared]]:
@@ -239,7 +243,7 @@ def writers_of(
     alone = Stripe([], [], {0: None})
     groups: dict[Any, Shared] = {}
     for box, rows in cells.items():
-        nbytes = box.numel * rows[0].row.dtype.itemsize
+        nbytes = nbytes_of(box, cells)
         # The main row first, where a rank has several.
         by_rank = {held.rank: (held.rank, alike.which(held)) for held in reversed(rows)}
         main = rows[0].rank

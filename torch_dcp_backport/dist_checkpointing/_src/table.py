@@ -183,17 +183,16 @@ class Outline:
         return self.rows_by_form[rows] if isinstance(rows, int) else rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _outline_of, (self.digest, pickle.dumps((list(self.keys), self.numbers)))
+        return _outline_of, (self.digest, list(self.keys), self.numbers)
 
 
 #: Digest -> the outline, as long as it is used: a thousand ranks send the same one.
 _outlines: weakref.WeakValueDictionary[bytes, Outline] = weakref.WeakValueDictionary()
 
 
-def _outline_of(digest: bytes, packed: bytes) -> Outline:
+def _outline_of(digest: bytes, keys: Sequence[str], numbers: Words) -> Outline:
     outline = _outlines.get(digest)
     if outline is None:
-        keys, numbers = pickle.loads(packed)
         outline = _outlines[digest] = Outline(keys, numbers, digest)
     return outline
 
@@ -306,10 +305,6 @@ class Alike(NamedTuple):
 
     def which(self, held: HeldRow) -> int:
         return self.places[self.tables[held.rank].rows().outline][held.number]
-
-    @staticmethod
-    def dtype_of(cells: Mapping[Box, Sequence[HeldRow]]) -> torch.dtype:
-        return next(rows[0].row.dtype for rows in cells.values())
 
 
 def alike_of(tables: Mapping[int, RowTable]) -> Alike:
