@@ -342,7 +342,8 @@ class Call:
     ) -> Agreement:
         """Raise every rank's problems on every rank, or return what every rank wants. Collective.
 
-        Where nothing is wrong and all want the same, it takes one small message from and to each rank.
+        Where nothing is wrong and all want the same, it takes one small message up and one down
+        the tree of the ranks, or one small all-gather.
 
         Args:
             wants: key -> this rank's want.

@@ -72,7 +72,7 @@ def common_device(types: Iterable[str]) -> str:
 def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
     """The common mark of all ranks, on every rank; `so_far` is part of the error where none comes about.
 
-    To the first rank and back where messages are cheap: an all-gather takes a step for each rank there.
+    Along the tree where messages are cheap: an all-gather takes a step for each rank there.
     """
     ranks = group_ranks(group)
 
