@@ -34,7 +34,8 @@ PAGES = (
     ("home", "index.html", ""),
     ("checkpoint", "docs/checkpoint.html", "managers"),
     ("stacks", "docs/stacks.html", "accelerate"),
-    ("tour", "examples/tour.py.html", ""),
+    ("tour", "examples/tour.py.html", "what-it-prints"),
+    ("how", "docs/how-it-works.html", "one-load"),
     (
         "reference",
         "api/torch_dcp_backport.checkpoint.html",
@@ -136,8 +137,12 @@ def main() -> int:
                 page.screenshot(path=str(SHOTS / f"{name}-{width}.png"))
                 faults = [*faults_of(page, anchor), *(f"it says or asks: {text}" for text in heard)]
                 wrong += [f"{path} at {width} px: {fault}" for fault in faults]
+            page.goto(address, wait_until="networkidle")
+            if width == WIDTHS[1]:
+                page.locator(".md-header label[for=__drawer]").click()
+                page.wait_for_timeout(500)  # until it has come in from the side
+                page.screenshot(path=str(SHOTS / "menu.png"))
             if width == WIDTHS[0]:
-                page.goto(address, wait_until="networkidle")
                 wrong += [f"search: {fault}" for fault in [search_fault(page)] if fault]
                 page.screenshot(path=str(SHOTS / "search.png"))
         browser.close()
