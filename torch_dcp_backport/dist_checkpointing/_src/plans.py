@@ -245,14 +245,13 @@ def writers_of(
     alone = Stripe([], [], {0: None})
     groups: dict[Any, Shared] = {}
     for box, rows in cells.items():
-        nbytes = nbytes_of(box, cells)
-        # The main row first, where a rank has several.
-        by_rank = {held.rank: (held.rank, alike.which(held)) for held in reversed(rows)}
-        main = rows[0].rank
-        if len(by_rank) == 1 or not is_free or not nbytes:
+        nbytes, main = nbytes_of(box, cells), rows[0].rank
+        if not is_free or not nbytes or all(held.rank == main for held in rows):
             alone.boxes.append(box)
             alone.holders.append([(main, alike.which(rows[0]))])
             continue
+        # The main row first, where a rank has several.
+        by_rank = {held.rank: (held.rank, alike.which(held)) for held in reversed(rows)}
         ranks = sorted(by_rank)
         key: Any = box.size, len(ranks), ranks.index(main)
         # Holders of two boxes write for both, which is fair where no rank holds both.
