@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch_dcp_backport.dist_checkpointing._src.table import (
     findings_of,
     overlapping,
 )
+from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.transfer import Box
 
 #: Extents of a mesh: replicas, shards of the first axis, shards of the last axis.
@@ -147,6 +149,37 @@ def test_an_index_has_what_the_ranks_have_written(
             part = Box((3, 5), (600, 800))
             pieces = sorted(whole.tensors[key].parts_of(part), key=lambda pair: pair[1].offset)
             assert sorted(few.tensors[key].parts_of(part), key=lambda pair: pair[1].offset) == pieces
+
+
+def packed_of_some() -> bytes:
+    tables = tables_of((2, 2, 2), [(5, 3), (4,), (6, 6), ()], False)
+    plan = plans.plan_of(alike_of(tables))
+    outputs = {rank: output for rank, (_, output) in written(tables, plan).items()}
+    return plans.Description(plan).content(outputs, (1, 2)).index
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_packed_index_with_other_bytes_is_refused_or_read(data: Any) -> None:
+    """Its checksum is compared before; what gets by that is no error of another kind, and takes no memory."""
+    whole = bytearray(packed_of_some())
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    content = bytes(whole[: data.draw(st.sampled_from((len(whole), len(whole) // 2, 9, 0)))])
+    with contextlib.suppress(Refused):
+        for block in packed.from_bytes(content).blocks:
+            list(packed.boxes_of(block))
+
+
+def test_parts_without_elements_that_nothing_checks() -> None:
+    tables = {rank: RowTable([Row("w", torch.float32, (4,), (4,), (0,))]) for rank in range(2)}
+    plan = plans.plan_of(alike_of(tables))
+    outputs = {rank: output for rank, (_, output) in written(tables, plan).items()}
+    content = plans.Description(plan).content(outputs, None)
+    index = metadata.from_bytes(b"".join(content))
+    assert (index.tensors["w"].shape, list(index.tensors["w"].chunks)) == ((4,), [])
+    few = metadata.from_packed(packed.Packed(content.index, b"", None))
+    assert (few.tensors["w"].shape, list(few.tensors["w"].chunks), few.ends) == ((4,), [], {})
 
 
 def small_of(path: Path) -> bytes:

@@ -14,6 +14,7 @@ import pickle
 import struct
 import sys
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
@@ -21,6 +22,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing._src import packed
+from torch_dcp_backport.dist_checkpointing._src.body import Words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing._src.packed import TRAILER, PackedBlock
 from torch_dcp_backport.transfer import Box, gc_context
 
@@ -34,6 +36,8 @@ ORIGINAL = "nd_reformulated_orig_global_shape"
 PIECE = 4 * 2**20
 #: Up to so many bytes before the checksums are kept for the next save by the same plan; more are made again.
 KEPT = 64 * 2**20
+#: Records that are made one by one: so many cost as much as a matrix.
+FEW = 256
 #: From it on a number has no room in four bytes with a sign.
 LIMIT31 = 2**31
 #: The least bytes that a record takes, with its checksum.
@@ -68,19 +72,30 @@ class Block:
         self.original = original
         self.boxes = boxes
 
+    @property
+    def is_small(self) -> bool:
+        return len(self.keys) * len(self.boxes) <= FEW
+
     def longest(self) -> int:
         """Return the bytes of the longest record."""
         raise NotImplementedError
 
     def columns(self) -> Columns:
         """Return the places of the records."""
+        shape = len(self.keys), len(self.boxes)
+        files, *others = (array("q", column) for column in zip(*self.places()))
+        tensors = [torch.frombuffer(column, dtype=torch.int64).view(shape) for column in (files, *others)]
+        return Columns(tensors[0].to(torch.int32), *tensors[1:])
+
+    def places(self) -> Iterable[tuple[int, int, int]]:
+        """Return the file, the offset and the length of each record, tensor by tensor."""
         raise NotImplementedError
 
     def packed(self) -> Optional[PackedBlock]:
         """Return the block as few numbers; None where nothing is known of them."""
         return None
 
-    def crcs(self) -> torch.Tensor:
+    def crcs(self) -> Union[Words, torch.Tensor]:
         """Return the checksums of the records, a row for each tensor."""
         raise NotImplementedError
 
@@ -191,8 +206,6 @@ def records_of(head: Head, number: int, block: Block, files: torch.Tensor) -> It
     """
     index_class, info_class = (head.get(kind) for kind in CLASSES[:2])
     fqn, offset, path, length = (head.get(name) for name in NAMES)
-    if not block.keys or not block.boxes:
-        return
     places = block.columns()
     is_long = block.longest() >= LIMIT31
     hole = b"\xa5" * 4
@@ -231,6 +244,37 @@ def records_of(head: Head, number: int, block: Block, files: torch.Tensor) -> It
         yield bytearray(pickle.MARK) + data + pickle.SETITEMS
 
 
+def records_of_few(head: Head, number: int, block: Block, files: Sequence[bytes]) -> list[bytes]:
+    """Return the instructions of a small block's records, for which a matrix is too much work.
+
+    Args:
+        files: the instruction that fetches each file's name.
+    """
+    index_class, info_class = (head.get(kind) for kind in CLASSES[:2])
+    fqn, offset, path, length = (head.get(name) for name in NAMES)
+    first, then = index_class + b")\x81}(" + fqn, b"ub" + info_class + b")\x81}(" + path
+    offset_next, length_next = offset + b"\x8a\x08", length + b"\x8a\x08"
+    offsets = [offset + head.get(value) + then for value in head.offsets[number]]
+    keys = (first + head.get(key) for key in block.keys)
+    return [
+        begin
+        + files[file]
+        + offset_next
+        + start.to_bytes(8, "little")
+        + length_next
+        + nbytes.to_bytes(8, "little")
+        + b"ub"
+        for begin, (file, start, nbytes) in zip(
+            (key + box for key in keys for box in offsets), block.places()
+        )
+    ]
+
+
+def listed(records: Sequence[bytes]) -> bytes:
+    """Return the instructions that put records into the dictionary of all."""
+    return b"".join((pickle.MARK, *records, pickle.SETITEMS)) if records else b""
+
+
 def eight(number: int) -> bytes:
     """Return the instruction that makes a number of any size that fits into eight bytes."""
     return b"\x8a\x08" + struct.pack("<q", number)
@@ -261,9 +305,17 @@ def before_sums(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
             names[4], head.get(folded), names[2], b"}",
         )
     )  # fmt: skip
-    files = head.column(listing.files)
+    files, names_of_files = head.column(listing.files), [head.get(name) for name in listing.files]
+    few: list[bytes] = []
     for number, block in enumerate(listing.blocks):
+        if block.is_small:
+            few += records_of_few(head, number, block, names_of_files)
+            continue
+        # In the order of the blocks, as the checksums are.
+        yield listed(few)
+        few = []
         yield from records_of(head, number, block, files)
+    yield listed(few)
     yield records_of_objects(head, listing)
     yield names[5] + b"}(" + text("format") + b"K%c" % FORMAT
 
@@ -291,12 +343,18 @@ def text(value: str) -> bytes:
 
 def sums_of(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
     """Yield the checksums of records, in the order of the records."""
+    few = array("I")
     for block in listing.blocks:
-        if block.keys and block.boxes:
-            sums = block.crcs()
-            data = bytearray(sums.numel() * 4)
-            filled(torch.frombuffer(data, dtype=torch.uint8).view(*sums.shape, 4), 0, sums)
-            yield data
+        sums = block.crcs()
+        if not isinstance(sums, torch.Tensor):
+            few += sums
+            continue
+        yield words_to_bytes(few)
+        few = array("I")
+        data = bytearray(sums.numel() * 4)
+        filled(torch.frombuffer(data, dtype=torch.uint8).view(*sums.shape, 4), 0, sums)
+        yield data
+    yield words_to_bytes(few)
     yield struct.pack(f"<{len(listing.objects)}I", *(place.crc for place in listing.objects))
 
 

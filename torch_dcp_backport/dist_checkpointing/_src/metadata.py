@@ -12,6 +12,7 @@ import itertools
 import math
 import operator
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src import columns, packed, sharded_tensor, unpickle
-from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
+from torch_dcp_backport.dist_checkpointing._src.body import Words, bytes_to_words
 from torch_dcp_backport.dist_checkpointing._src.columns import FORMAT, ORIGINAL, OURS
 from torch_dcp_backport.dist_checkpointing._src.packed import TRAILER, PackedBlock
 from torch_dcp_backport.dist_checkpointing._src.unpickle import (
@@ -125,18 +126,15 @@ class Stored:
 class ColumnBlock:
     """Tensors of a packed index that are stored alike: a chunk is made when it is asked for."""
 
-    def __init__(self, block: PackedBlock, files: Sequence[str], sums: torch.Tensor) -> None:
-        """`sums`: a row of checksums for each tensor."""
+    def __init__(self, block: PackedBlock, files: Sequence[str], sums: Words, sums_at: int) -> None:
+        """`sums`: of all records; from `sums_at` on those of this block, a row for each tensor."""
         self.block = block
         self._names = files
-        self._sums = sums
-        self.lengths, self._which, self._files = (
-            column.tolist() for column in (block.lengths, block.which, block.files)
-        )
+        self._sums, self._sums_at = sums, sums_at
 
     @functools.cached_property
     def boxes(self) -> list[Box]:
-        return packed.boxes_of(self.block)
+        return list(packed.boxes_of(self.block))
 
     @functools.cached_property
     def columns(self) -> dict[Box, int]:
@@ -148,23 +146,26 @@ class ColumnBlock:
         return Along(range(len(self.boxes)), self.boxes.__getitem__)
 
     def chunk(self, tensor: int, column: int) -> Chunk:
-        file = self._files[column]
-        file = file if file >= 0 else int(self.block.spread[-1 - file, tensor])
-        offset = int(self.block.offsets[self._which[column], tensor])
-        crc = int(self._sums[tensor, column]) & 0xFFFFFFFF
-        place = RecordPlace(self._names[file], offset, self.lengths[column], crc)
+        block, count = self.block, len(self.block.keys)
+        file = block.files[column]
+        file = file if file >= 0 else block.spread[(-1 - file) * count + tensor]
+        offset = block.offsets[block.which[column] * count + tensor]
+        crc = self._sums[self._sums_at + tensor * len(block.lengths) + column]
+        place = RecordPlace(self._names[file], offset, block.lengths[column], crc)
         return Chunk(self.boxes[column], place)
 
     def ends(self) -> Iterator[tuple[str, int]]:
         """Yield the ends of last records in files."""
-        lasts = self.block.offsets.amax(1).tolist() if self.block.offsets.numel() else []
-        for column, (length, which, file) in enumerate(zip(self.lengths, self._which, self._files)):
+        block, count = self.block, len(self.block.keys)
+        columns = [block.offsets[at : at + count] for at in range(0, len(block.offsets), count)]
+        lasts = list(map(max, columns))
+        for length, which, file in zip(block.lengths, block.which, block.files):
             if file >= 0:
                 yield self._names[file], lasts[which] + length
                 continue
             ends: dict[int, int] = {}
-            spread = self.block.spread[-1 - file].tolist()
-            for number, offset in zip(spread, self.block.offsets[self._which[column]].tolist()):
+            spread = block.spread[(-1 - file) * count : -file * count]
+            for number, offset in zip(spread, columns[which]):
                 ends[number] = max(ends.get(number, 0), offset + length)
             yield from ((self._names[number], end) for number, end in ends.items())
 
@@ -177,7 +178,7 @@ class ColumnChunks(Sequence[Chunk]):
         self._tensor = tensor
 
     def __len__(self) -> int:
-        return len(self._block.lengths)
+        return len(self._block.block.lengths)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
@@ -268,23 +269,15 @@ class StoredBlock(columns.Block):
         self._numbers = numbers
         self._places = [[chunk.place for chunk in stored.chunks] for stored in tensors]
 
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        for place in itertools.chain.from_iterable(self._places):
+            yield self._numbers[place.file], place.offset, place.length
+
     def longest(self) -> int:
         return max((place.length for places in self._places for place in places), default=0)
 
-    def columns(self) -> columns.Columns:
-        files, offsets, lengths = (
-            torch.tensor([[of(place) for place in places] for places in self._places], dtype=dtype)
-            for of, dtype in (
-                (lambda place: self._numbers[place.file], torch.int32),
-                (lambda place: place.offset, torch.int64),
-                (lambda place: place.length, torch.int64),
-            )
-        )
-        return columns.Columns(files, offsets, lengths)
-
-    def crcs(self) -> torch.Tensor:
-        sums = [[place.crc or 0 for place in places] for places in self._places]
-        return torch.tensor(sums, dtype=torch.int64).to(torch.int32)
+    def crcs(self) -> Words:
+        return array("I", (place.crc or 0 for places in self._places for place in places))
 
 
 def listing_of(index: Index) -> columns.Listing:
@@ -325,18 +318,14 @@ def from_packed(data: packed.Packed) -> Index:
     index.is_ours, index.common, index.planner_data, index.order = True, data.common, {}, unpacked.order
     files = [file_name(name) for name in unpacked.files]
     sums = bytes_to_words(data.sums)
-    count = sum(len(block.keys) * len(block.boxes) for block in unpacked.blocks)
+    count = sum(len(block.keys) * len(block.lengths) for block in unpacked.blocks)
     if len(sums) != count + len(unpacked.objects):
         raise Refused("it has not as many checksums as records")
-    # Of the same memory: checksums are most of what a packed index has.
-    words = torch.frombuffer(sums, dtype=torch.int32) if sums else torch.zeros(0, dtype=torch.int32)
     index.blocks, at = [], 0
     tensors: dict[str, Stored] = {}
     for block in unpacked.blocks:
-        shape = len(block.keys), len(block.boxes)
-        own = words[at : at + math.prod(shape)].view(shape)
-        at += math.prod(shape)
-        index.blocks.append(ColumnBlock(block, files, own))
+        index.blocks.append(ColumnBlock(block, files, sums, at))
+        at += len(block.keys) * len(block.lengths)
         for number, key in enumerate(block.keys):
             tensors[key] = ColumnStored(index.blocks[-1], number)
     for (key, file, offset, length), crc in zip(unpacked.objects, sums[count:]):

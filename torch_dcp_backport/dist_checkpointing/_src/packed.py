@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -48,23 +49,23 @@ class Packed(NamedTuple):
 
 
 class PackedBlock(NamedTuple):
-    """Tensors that are stored alike, and the places of their records."""
+    """Tensors that are stored alike, and the places of their records, in columns of 64 bits."""
 
     keys: Sequence[str]
     dtype: torch.dtype
     shape: tuple[int, ...]
     original: Optional[tuple[int, ...]]
     #: Of each box its offset and its size, along each axis.
-    boxes: torch.Tensor
+    boxes: Words
     #: Of each box the bytes of a record, the number of its column of offsets, and its file.
-    lengths: torch.Tensor
-    which: torch.Tensor
+    lengths: Words
+    which: Words
     #: The number of the file; below zero, of a column of files for the tensors: -1 is the first one.
-    files: torch.Tensor
-    #: The different columns, a row for each: an offset for each tensor.
-    offsets: torch.Tensor
+    files: Words
+    #: The different columns, one behind the other: an offset for each tensor.
+    offsets: Words
     #: The same of files, where tensors are in different ones.
-    spread: torch.Tensor
+    spread: Words
 
 
 def foot_of(
@@ -151,15 +152,15 @@ def to_bytes(
     arrays: list[bytes] = []
     facts = []
     for block in blocks:
-        columns = block.boxes, block.lengths, block.which, block.files, block.offsets, block.spread
-        arrays += [little(array("q", column.reshape(-1).tolist())).tobytes() for column in columns]
+        columns = block[4:]
+        arrays += [little(column).tobytes() for column in columns]
         facts.append(
             {
                 "keys": list(block.keys),
                 "dtype": str(block.dtype).partition(".")[2],
                 "shape": block.shape,
                 "original": block.original,
-                "sizes": [len(column) for column in columns],
+                "counts": [len(column) for column in columns],
             }
         )
     listed = list(objects)
@@ -175,8 +176,9 @@ def to_bytes(
 
 
 def little(numbers: Words) -> Words:
-    """Swap the bytes of numbers on a machine that is not little-endian, as files are."""
+    """Return numbers with their bytes swapped on a machine that is not little-endian, as files are."""
     if sys.byteorder == "big":
+        numbers = array("q", numbers)
         numbers.byteswap()
     return numbers
 
@@ -212,24 +214,16 @@ def _from_bytes(data: bytes) -> Unpacked:
     (length,) = struct.unpack_from("<Q", data)
     facts: Mapping[str, Any] = json.loads(data[8 : 8 + length])
     at = 8 + length
-
-    def column(count: int, *shape: int) -> torch.Tensor:
-        nonlocal at
-        numel = count * math.prod(shape)
-        values = torch.zeros(0, dtype=torch.int64)
-        if numel:
-            numbers = little(array("q", data[at : at + 8 * numel]))
-            values = torch.frombuffer(numbers, dtype=torch.int64)
-        at += 8 * numel
-        return values.view(count, *shape)
-
     blocks = []
     for fact in facts["blocks"]:
-        dtype, shape, keys = getattr(torch, fact["dtype"], None), tuple(map(int, fact["shape"])), fact["keys"]
+        dtype: Any = getattr(torch, fact["dtype"], None)
+        shape = tuple(map(int, fact["shape"]))
         original = None if fact["original"] is None else tuple(map(int, fact["original"]))
-        shapes: tuple[tuple[int, ...], ...] = (2, len(shape)), (), (), (), (len(keys),), (len(keys),)
-        columns = [column(count, *rest) for count, rest in zip(fact["sizes"], shapes)]
-        block = PackedBlock(keys, dtype, shape, original, *columns)
+        columns = []
+        for count in fact["counts"]:
+            columns.append(little(array("q", data[at : at + 8 * count])))
+            at += 8 * count
+        block = PackedBlock(fact["keys"], dtype, shape, original, *columns)
         check(block, len(facts["files"]))
         blocks.append(block)
     objects = [(key, int(file), int(start), int(nbytes)) for key, file, start, nbytes in facts["objects"]]
@@ -248,26 +242,31 @@ def check(block: PackedBlock, files: int) -> None:
     Raises:
         Refused: they contradict each other.
     """
-    shape = torch.tensor(block.shape, dtype=torch.int64)
-    count = len(block.boxes)
-    starts, sizes = block.boxes[:, 0], block.boxes[:, 1]
+    count, axes, keys = len(block.lengths), len(block.shape), len(block.keys)
     if not isinstance(block.dtype, torch.dtype) or math.prod(block.shape) * block.dtype.itemsize > LARGEST:
         raise Refused(f"{block.keys[:1]} has no dtype, or more bytes than there are")
-    is_right = len({count, len(block.lengths), len(block.which), len(block.files)}) == 1
-    is_right = is_right and bool((starts >= 0).all()) and bool((sizes >= 0).all())
-    is_right = is_right and bool((starts + sizes <= shape).all())
-    numel = sizes.prod(1) if block.shape else torch.ones(count, dtype=torch.int64)
-    is_right = is_right and bool((numel * block.dtype.itemsize <= block.lengths).all())
-    is_right = is_right and within(block.which, 0, len(block.offsets))
-    is_right = is_right and within(block.files, -len(block.spread), files) and within(block.spread, 0, files)
+    is_right = (len(block.boxes), len(block.which), len(block.files)) == (2 * axes * count, count, count)
+    is_right = is_right and not (len(block.offsets) % keys or len(block.spread) % keys)
+    is_right = is_right and within(block.which, 0, len(block.offsets) // keys)
+    is_right = is_right and within(block.files, -(len(block.spread) // keys), files)
+    is_right = is_right and within(block.spread, 0, files)
     is_right = is_right and within(block.offsets, 0, LARGEST) and within(block.lengths, 0, LARGEST)
-    if not is_right or (block.original is not None and len(block.original) != len(block.shape) - 1):
+    for box, length in zip(boxes_of(block), block.lengths) if is_right else ():
+        ends = (start + extent for start, extent in zip(box.offset, box.size))
+        is_inside = min((*box.offset, *box.size), default=0) >= 0 and not any(
+            map(operator.gt, ends, block.shape)
+        )
+        is_right = is_right and is_inside and box.numel * block.dtype.itemsize <= length
+    if not is_right or (block.original is not None and len(block.original) != axes - 1):
         raise Refused(f"its places of {block.keys[:1]} contradict each other")
 
 
-def within(values: torch.Tensor, start: int, stop: int) -> bool:
-    return not values.numel() or bool((values >= start).all() and (values < stop).all())
+def within(values: Words, start: int, stop: int) -> bool:
+    return not values or start <= min(values) <= max(values) < stop
 
 
-def boxes_of(block: PackedBlock) -> list[Box]:
-    return [Box(tuple(start), tuple(size)) for start, size in block.boxes.tolist()]
+def boxes_of(block: PackedBlock) -> Iterator[Box]:
+    """Yield the boxes of a block."""
+    axes, numbers = len(block.shape), block.boxes
+    for at in range(0, 2 * axes * len(block.lengths), 2 * axes) if axes else [0] * len(block.lengths):
+        yield Box(tuple(numbers[at : at + axes]), tuple(numbers[at + axes : at + 2 * axes]))

@@ -5,8 +5,10 @@ A plan is used again where every rank's table is what it was, by a digest at eve
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
+import itertools
 import pickle
 import threading
 from array import array
@@ -243,14 +245,13 @@ def writers_of(
     alone = Stripe([], [], {0: None})
     groups: dict[Any, Shared] = {}
     for box, rows in cells.items():
-        nbytes = nbytes_of(box, cells)
-        # The main row first, where a rank has several.
-        by_rank = {held.rank: (held.rank, alike.which(held)) for held in reversed(rows)}
-        main = rows[0].rank
-        if len(by_rank) == 1 or not is_free or not nbytes:
+        nbytes, main = nbytes_of(box, cells), rows[0].rank
+        if not is_free or not nbytes or all(held.rank == main for held in rows):
             alone.boxes.append(box)
             alone.holders.append([(main, alike.which(rows[0]))])
             continue
+        # The main row first, where a rank has several.
+        by_rank = {held.rank: (held.rank, alike.which(held)) for held in reversed(rows)}
         ranks = sorted(by_rank)
         key: Any = box.size, len(ranks), ranks.index(main)
         # Holders of two boxes write for both, which is fair where no rank holds both.
@@ -377,7 +378,11 @@ class Description:
             if self._last is not None and self._last[0] == places:
                 beginning = self._last[1]
             self._last = places, beginning
-        return Content(listing_of(self.plan, columns, common), beginning)
+        return Content(listing_of(self.plan, self._pieces, columns, common), beginning)
+
+    @functools.cached_property
+    def _pieces(self) -> list[list[Numbered]]:
+        return numbered(self.plan)
 
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
         return b"".join(self.content(outputs, common))
@@ -391,12 +396,7 @@ class PlannedBlock(Block):
     """Tensors of a plan, and the records that the ranks have written of them."""
 
     def __init__(
-        self,
-        kind: Kind,
-        row: Row,
-        boxes: Sequence[Box],
-        pieces: Sequence[tuple[Piece, torch.Tensor]],
-        written: Written,
+        self, kind: Kind, row: Row, boxes: Sequence[Box], pieces: Sequence[Numbered], written: Written
     ) -> None:
         """`pieces`: with the numbers of their records in the ranks' files."""
         super().__init__(kind.keys, row.dtype, row.shape, row.original, boxes)
@@ -405,6 +405,17 @@ class PlannedBlock(Block):
 
     def longest(self) -> int:
         return max((form_of(self.dtype, box.size).length for box in self.boxes), default=0)
+
+    def places(self) -> Iterable[tuple[int, int, int]]:
+        width = len(self.boxes)
+        places = [(0, 0, 0)] * (len(self.keys) * width)
+        for piece, numbers in self._pieces:
+            file, offsets = self._written.files[piece.rank], self._written.layout(piece.rank)
+            # Of one dtype and size: so they have one length.
+            length = self._written.length(piece.rank, numbers[0])
+            for tensor, number in zip(piece.tensors or range(len(self.keys)), numbers):
+                places[tensor * width + piece.column] = file, offsets[number], length
+        return places
 
     def columns(self) -> Columns:
         shape = len(self.boxes), len(self.keys)
@@ -415,88 +426,108 @@ class PlannedBlock(Block):
             where = (piece.column,) if piece.tensors is None else (piece.column, wide(piece.tensors))
             files[where] = self._written.files[piece.rank]
             offsets[where] = self._written.offsets(piece.rank, numbers)
-            # Of one dtype and size: so they have one length.
-            lengths[piece.column] = self._written.length(piece.rank, int(numbers[0]))
+            lengths[piece.column] = self._written.length(piece.rank, numbers[0])
         return Columns(files.t(), offsets.t(), lengths.expand(shape[::-1]))
 
     def packed(self) -> PackedBlock:
-        shape = len(self.boxes), len(self.keys)
-        by_column: list[list[tuple[Piece, torch.Tensor]]] = [[] for _ in self.boxes]
+        by_column: list[list[Numbered]] = [[] for _ in self.boxes]
         for entry in self._pieces:
             by_column[entry[0].column].append(entry)
         # Columns of ranks that have the same records at the same places are one.
         known: dict[Any, int] = {}
-        offsets: list[torch.Tensor] = []
-        spread: list[torch.Tensor] = []
-        which, files = array("q"), array("q")
+        lengths, which, files, offsets, spread = (array("q") for _ in range(5))
         for pieces in by_column:
+            lengths.append(self._written.length(pieces[0][0].rank, pieces[0][1][0]))
             key = tuple(
                 (id(self._written.layout(piece.rank)), id(numbers), id(piece.tensors))
                 for piece, numbers in pieces
             )
             if key not in known:
-                known[key] = len(offsets)
-                offsets.append(torch.zeros(shape[1], dtype=torch.int64))
-                for piece, numbers in pieces:
-                    where = slice(None) if piece.tensors is None else wide(piece.tensors)
-                    offsets[-1][where] = self._written.offsets(piece.rank, numbers)
+                known[key] = len(known)
+                offsets += self._column((self._written.layout(piece.rank) for piece, _ in pieces), pieces)
             which.append(known[key])
+            numbers_of_files = [self._written.files[piece.rank] for piece, _ in pieces]
             if len(pieces) == 1 and pieces[0][0].tensors is None:
-                files.append(self._written.files[pieces[0][0].rank])
+                files += array("q", numbers_of_files)
                 continue
-            spread.append(torch.zeros(shape[1], dtype=torch.int64))
-            for piece, _ in pieces:
-                where = slice(None) if piece.tensors is None else wide(piece.tensors)
-                spread[-1][where] = self._written.files[piece.rank]
-            files.append(-len(spread))
-        lengths = [self._written.length(pieces[0][0].rank, int(pieces[0][1][0])) for pieces in by_column]
-        boxes = [(box.offset, box.size) for box in self.boxes]
-        none = torch.zeros((0, shape[1]), dtype=torch.int64)
-        return PackedBlock(
-            self.keys,
-            self.dtype,
-            self.shape,
-            self.original,
-            torch.tensor(boxes, dtype=torch.int64).view(shape[0], 2, len(self.shape)),
-            torch.tensor(lengths, dtype=torch.int64),
-            torch.tensor(which, dtype=torch.int64),
-            torch.tensor(files, dtype=torch.int64),
-            torch.stack(offsets) if offsets else none,
-            torch.stack(spread) if spread else none,
-        )
+            spread += self._column((Same(number) for number in numbers_of_files), pieces)
+            files.append(-len(spread) // len(self.keys))
+        boxes = array("q", (number for box in self.boxes for number in (*box.offset, *box.size)))
+        columns = boxes, lengths, which, files, offsets, spread
+        return PackedBlock(self.keys, self.dtype, self.shape, self.original, *columns)
 
-    def crcs(self) -> torch.Tensor:
-        sums = torch.empty((len(self.boxes), len(self.keys)), dtype=torch.int32)
+    def _column(self, values: Iterable[Sequence[int]], pieces: Sequence[Numbered]) -> Words:
+        """Return a value for each tensor: of each piece, those of the numbers of its records."""
+        column = array("q", bytes(8 * len(self.keys)))
+        for own, (piece, numbers) in zip(values, pieces):
+            if piece.tensors is None:
+                return array("q", map(own.__getitem__, numbers))
+            for tensor, number in zip(piece.tensors, numbers):
+                column[tensor] = own[number]
+        return column
+
+    def crcs(self) -> Union[Words, torch.Tensor]:
+        width = len(self.boxes)
+        if self.is_small:
+            few = array("I", bytes(4 * len(self.keys) * width))
+            for piece, numbers in self._pieces:
+                own = self._written.records[piece.rank][1].crcs
+                for tensor, number in zip(piece.tensors or range(len(self.keys)), numbers):
+                    few[tensor * width + piece.column] = own[number]
+            return few
+        sums = torch.empty((width, len(self.keys)), dtype=torch.int32)
         for piece, numbers in self._pieces:
             where = (piece.column,) if piece.tensors is None else (piece.column, wide(piece.tensors))
-            sums[where] = self._written.crcs(piece.rank)[numbers]
+            sums[where] = self._written.crcs(piece.rank)[self._written.index(numbers)]
         return sums.t()
 
 
+class Same(Sequence[int]):
+    """The same number for everything."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.number
+
+
 class Written:
-    """The records of all ranks, as tensors of numbers."""
+    """The records of all ranks, and their numbers as tensors where many are looked at."""
 
     def __init__(self, records: RankRecords) -> None:
         self.records = records
         self.files = {rank: number for number, rank in enumerate(records)}
         #: Records at the same places in their files have the same numbers: ranks of a regular cut have.
-        self._known: dict[Any, torch.Tensor] = {}
-        self._layouts: dict[int, torch.Tensor] = {}
+        self._known: dict[Any, Words] = {}
+        self._layouts: dict[int, Words] = {}
+        #: id of numbers -> these, which keeps them, as an index.
+        self._wide: dict[int, tuple[Any, torch.Tensor]] = {}
 
-    def layout(self, rank: int) -> torch.Tensor:
+    def layout(self, rank: int) -> Words:
         """Return the offsets of a rank's records, which ranks share that have the same ones."""
         layout = self._layouts.get(rank)
         if layout is None:
             records = self.records[rank][1]
-            layout = self._known.get(records.places())
+            key = records.places()
+            layout = self._known.get(key)
             if layout is None:
-                layout = torch.tensor(list(records.offsets()), dtype=torch.int64)
-                self._known[records.places()] = layout
+                layout = self._known[key] = array("q", records.offsets())
             self._layouts[rank] = layout
         return layout
 
-    def offsets(self, rank: int, numbers: torch.Tensor) -> torch.Tensor:
-        return self.layout(rank)[numbers]
+    def index(self, words: Words) -> torch.Tensor:
+        """Return numbers as an index of a tensor, made once of the same ones."""
+        known = self._wide.get(id(words))
+        if known is None:
+            known = self._wide[id(words)] = words, wide(words)
+        return known[1]
+
+    def offsets(self, rank: int, numbers: Words) -> torch.Tensor:
+        return torch.frombuffer(self.layout(rank), dtype=torch.int64)[self.index(numbers)]
 
     def length(self, rank: int, number: int) -> int:
         records = self.records[rank][1]
@@ -511,17 +542,22 @@ def wide(words: Words) -> torch.Tensor:
     return torch.frombuffer(words, dtype=torch.int32).long()
 
 
-def listing_of(plan: Plan, records: RankRecords, common: Optional[tuple[int, int]]) -> Listing:
-    """Return what the `.metadata` of a save lists: the place of every box of every tensor, and of objects."""
+def listing_of(
+    plan: Plan, pieces: Sequence[Sequence[Numbered]], records: RankRecords, common: Optional[tuple[int, int]]
+) -> Listing:
+    """Return what the `.metadata` of a save lists: the place of every box of every tensor, and of objects.
+
+    Args:
+        pieces: of each kind.
+    """
     written = Written(records)
-    pieces: list[list[tuple[Piece, torch.Tensor]]] = [[] for _ in plan.kinds]
-    for piece, numbers in with_records(plan):
-        pieces[piece.kind].append((piece, numbers))
+    first_by_outline: dict[Outline, RowTable] = {}
+    for table in plan.tables.values():
+        first_by_outline.setdefault(table.rows().outline, table)
     blocks = []
     for kind, stripes, own in zip(plan.kinds, plan.stripes, pieces):
         outline = next(iter(kind.rows))
-        rank = next(rank for rank, table in plan.tables.items() if table.rows().outline is outline)
-        row = plan.tables[rank].tensors[kind.rows[outline][0][0]]
+        row = first_by_outline[outline].tensors[kind.rows[outline][0][0]]
         boxes = [box for stripe in stripes for box in stripe.boxes]
         blocks.append(PlannedBlock(kind, row, boxes, own, written))
     objects = [
@@ -529,37 +565,42 @@ def listing_of(plan: Plan, records: RankRecords, common: Optional[tuple[int, int
         for rank, numbers in plan.objects.items()
         for number, entry in zip(numbers, records[rank][2])
     ]
-    outlines = dict.fromkeys(table.rows().outline for table in plan.tables.values())
-    order = dict.fromkeys(key for outline in outlines for key in outline.keys)
+    order = dict.fromkeys(key for outline in first_by_outline for key in outline.keys)
     order.update(dict.fromkeys(place.key for place in objects))
     files = [file for file, _, _ in records.values()]
     return Listing(blocks, objects, files, order, None, common)
 
 
-def with_records(plan: Plan) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield what is written, each with the numbers of its records among those of its rank."""
+#: A piece, with the numbers of its records among those of its rank.
+Numbered = tuple[Piece, Words]
+
+
+def numbered(plan: Plan) -> list[list[Numbered]]:
+    """Return what is written of each kind, with the numbers of its records."""
     pieces = list(plan.pieces())
     by_rank: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_rank.setdefault(piece.rank, []).append(piece)
     #: Ranks that write the same rows have the same numbers.
-    known: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    numbers: dict[int, Iterator[torch.Tensor]] = {}
+    known: dict[tuple[int, ...], list[Words]] = {}
+    numbers: dict[int, Iterator[Words]] = {}
     for rank, own in by_rank.items():
         key = tuple(id(piece.rows) for piece in own)
-        if key not in known:
+        split = known.get(key)
+        if split is None:
             rows = [(row, piece.box.offset) for piece in own for row in piece.rows]
-            order = sorted(range(len(rows)), key=rows.__getitem__)
-            places = torch.empty(len(rows), dtype=torch.int64)
-            places[torch.tensor(order)] = torch.arange(len(rows))
-            split = list(torch.split(places, [len(piece.rows) for piece in own]))
-            numbers[rank] = iter(split)
+            places = array("I", bytes(4 * len(rows)))
+            for place, number in enumerate(sorted(range(len(rows)), key=rows.__getitem__)):
+                places[number] = place
+            ends = list(itertools.accumulate(len(piece.rows) for piece in own))
+            split = [places[start:end] for start, end in zip([0, *ends], ends)]
             if len({row for row, _ in rows}) == len(rows):
                 known[key] = split
-            continue
-        numbers[rank] = iter(known[key])
+        numbers[rank] = iter(split)
+    by_kind: list[list[Numbered]] = [[] for _ in plan.kinds]
     for piece in pieces:
-        yield piece, next(numbers[piece.rank])
+        by_kind[piece.kind].append((piece, next(numbers[piece.rank])))
+    return by_kind
 
 
 class KeptPlan(NamedTuple):

@@ -56,6 +56,7 @@ from torch_dcp_backport.transfer import (
     Refusal,
     Topic,
     at_first,
+    gc_context,
     meet,
     problem_of,
     warn_once,
@@ -381,10 +382,12 @@ def new_share(
     with at_first(call, PLANNING, (sent, table.rows().forms, table.objects, ready.digest)) as meeting:
         if meeting.decides:
             digests = {rank: own for rank, (*_, own) in meeting.heard.items()}
-            plan, held = plan_at_first(ready, tables_of(meeting.heard))
+            with gc_context():
+                plan, held = plan_at_first(ready, tables_of(meeting.heard))
+                shares = plan.shares()
             description = plans.Description(plan)
             number = plans.number_of(digests)
-            meeting.answer_each({rank: (share, number, held[rank]) for rank, share in plan.shares().items()})
+            meeting.answer_each({rank: (share, number, held[rank]) for rank, share in shares.items()})
     share, number, shared = meeting.result
     kept = plans.KeptPlan(number, pickle.dumps((share, shared)), digests, description)
     plans.keep(call.ranks, ready.digest, kept)
