@@ -568,7 +568,7 @@ class CheckpointHandler:
                     self._distrusted.add(Path(path).absolute())
                 continue
             if is_first:
-                self.tell_loaded(steps, [*steps.faults, *absent, *failures.values()])
+                log_loaded(steps, [*steps.faults, *absent, *failures.values()])
                 for other, text in failures.items():
                     retention.distrust(Path(other), text)
                 is_step = Path(path).parent == self.default_local_dir and not os.path.islink(path)
@@ -606,17 +606,6 @@ class CheckpointHandler:
                 if meeting.decides:
                     meeting.answer(self.find_steps(failed))
             return meeting.result, call.is_first
-
-    def tell_loaded(self, steps: RootSteps, skipped: Sequence[str]) -> None:
-        """Log what was passed over for the step that was loaded, and where that is."""
-        assert steps.good is not None, "it was loaded"
-        step, path = steps.good
-        log_skipped(skipped, step, steps.tracked)
-        if steps.others:
-            logger.warning("passed over, as this package did not save it: %s", some(steps.others))
-        if is_hidden(path):
-            text = "%s is read where it is: a save that replaces %s was killed, or is under way"
-            logger.warning(text, path, store.name_given(Path(path)))
 
     def bring(self, tried: set[int]) -> Brought:
         """Bring the newest step of the store that was not tried yet. Collective.
@@ -765,6 +754,18 @@ def spelled_policy(handler: CheckpointHandler) -> str:
         return str(handler.preservation)
     except Exception as error:
         return f"{type(error).__name__} for {handler.max_ckpt_to_keep!r:.60}"
+
+
+def log_loaded(steps: RootSteps, skipped: Sequence[str]) -> None:
+    """Log what was passed over for the step that was loaded, and where that is."""
+    assert steps.good is not None, "it was loaded"
+    step, path = steps.good
+    log_skipped(skipped, step, steps.tracked)
+    if steps.others:
+        logger.warning("passed over, as this package did not save it: %s", some(steps.others))
+    if is_hidden(path):
+        text = "%s is read where it is: a save that replaces %s was killed, or is under way"
+        logger.warning(text, path, store.name_given(Path(path)))
 
 
 def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:
