@@ -236,6 +236,23 @@ def loads(room: Any, folder: str) -> str:
         return str(error)
 
 
+def save_in_another_form(room: Any, folder: str) -> None:
+    real = packed.to_bytes
+    plans.forget()
+    packed.to_bytes = lambda *arguments: b"\2\0\0\0\0\0\0\0{}"
+    try:
+        room.save(state_of(2.0), folder)
+    finally:
+        packed.to_bytes = real
+        plans.forget()
+
+
+def test_a_packed_index_that_is_not_understood_is_passed_over(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_in_another_form, str(tmp_path), world=2)
+    assert packed.read(tmp_path / metadata.NAME) is not None
+    assert set(ranks(loads, str(tmp_path), world=2)) == {"True"}
+
+
 @pytest.mark.parametrize("how", ["without", "damaged", "another's"])
 def test_a_load_without_a_packed_index_takes_the_whole_metadata(ranks: Any, tmp_path: Path, how: str) -> None:
     """As a program that has none writes it; damaged, it is not whole: that is said."""

@@ -141,7 +141,8 @@ class Head(NamedTuple):
         return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
 
     def column(self, values: Iterable[Any]) -> torch.Tensor:
-        return torch.tensor([self.numbers[id(value)] for value in values], dtype=torch.int32)
+        numbers = [self.numbers[id(value)] for value in values]
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
 #: What most records fetch is first: small numbers take one byte.

@@ -93,7 +93,7 @@ def small_files(folder: Path, is_whole: bool = True) -> SmallFiles:
     content: dict[str, Union[bytes, packed.Packed]] = {}
     for name in commit.SMALL:
         try:
-            known = packed.read(folder / name) if name == metadata.NAME and not is_whole else None
+            known = usable(folder / name) if name == metadata.NAME and not is_whole else None
             content[name] = known or disk.read_whole(folder / name, MOST)
         except FileNotFoundError:
             continue
@@ -103,6 +103,21 @@ def small_files(folder: Path, is_whole: bool = True) -> SmallFiles:
     if not content:
         raise CheckpointingException(no_checkpoint(folder))
     return content
+
+
+def usable(path: Path) -> Optional[packed.Packed]:
+    """Return the packed index of a `.metadata`; None where all of the file has to be read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    known = packed.read(path)
+    try:
+        if known is not None:
+            metadata.from_packed(known)
+    except Refused:
+        return None
+    return known
 
 
 def opened(folder: Path, content: SmallFiles) -> Opened:

@@ -419,9 +419,9 @@ class PlannedBlock(Block):
 
     def columns(self) -> Columns:
         shape = len(self.boxes), len(self.keys)
-        files = torch.empty(shape, dtype=torch.int32)
-        offsets = torch.empty(shape, dtype=torch.int64)
-        lengths = torch.zeros(shape[0], dtype=torch.int64)
+        files = torch.empty(shape, dtype=torch.int32, device="cpu")
+        offsets = torch.empty(shape, dtype=torch.int64, device="cpu")
+        lengths = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
         for piece, numbers in self._pieces:
             where = (piece.column,) if piece.tensors is None else (piece.column, wide(piece.tensors))
             files[where] = self._written.files[piece.rank]
@@ -475,7 +475,7 @@ class PlannedBlock(Block):
                 for tensor, number in zip(piece.tensors or range(len(self.keys)), numbers):
                     few[tensor * width + piece.column] = own[number]
             return few
-        sums = torch.empty((width, len(self.keys)), dtype=torch.int32)
+        sums = torch.empty((width, len(self.keys)), dtype=torch.int32, device="cpu")
         for piece, numbers in self._pieces:
             where = (piece.column,) if piece.tensors is None else (piece.column, wide(piece.tensors))
             sums[where] = self._written.crcs(piece.rank)[self._written.index(numbers)]
