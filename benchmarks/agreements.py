@@ -5,6 +5,9 @@
 
 Ranks are processes of this machine with gloo. Both kinds take turns; a figure is the median of all rounds'
 ratios of the time that the slowest rank took, with the smallest and the largest round.
+
+The second table is arithmetic, by the package's own tree: messages of one agreement for numbers of ranks that
+no machine here has. In a chain each message waits for the one before.
 """
 
 from __future__ import annotations
@@ -85,6 +88,29 @@ def measure(rank: int, world: int, folder: str, rounds: int, times: int, queue: 
     dist.destroy_process_group()
 
 
+def longest_chain(count: int) -> int:
+    """The messages in a row from the last rank that comes to the last one that gets the answer."""
+    from torch_dcp_backport.transfer._src.tree import neighbours
+
+    up, down = [0] * count, [0] * count
+    for place in reversed(range(count)):
+        for part in neighbours(place, count)[1]:
+            up[place] = max(up[place], up[part.start]) + 1
+    for place in range(count):
+        for sent, part in enumerate(reversed(neighbours(place, count)[1]), 1):
+            down[part.start] = down[place] + sent
+    return up[0] + max(down)
+
+
+def tell_chains() -> None:
+    from torch_dcp_backport.transfer._src.tree import neighbours
+
+    print("\n| ranks | messages of the first rank | of all ranks | longest chain |\n|---|---|---|---|")
+    for count in (8, 128, 1024, 16384):
+        first = 2 * len(neighbours(0, count)[1])
+        print(f"| {count} | {first} | {2 * (count - 1)} | {longest_chain(count)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
@@ -109,6 +135,7 @@ def main() -> None:
             ratios, ms = figures[name], figures[f"{name}, ms"]
             spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             print(f"| {world} | {name} | {spread} | {statistics.median(ms):.2f} |")
+    tell_chains()
 
 
 if __name__ == "__main__":
