@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -329,11 +330,13 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def told(_: Any, victim: int, kind: str) -> None:
+def told(_: Any, victim: int, kind: str, slow: tuple[int, ...] = ()) -> None:
     """A rank is killed before the meeting: the error of the others."""
     with begin({"Wrong": Wrong, "RuntimeError": RuntimeError}[kind]) as call:
         if call.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
+        if call.rank in slow:
+            time.sleep(1.5)
         try:
             meet.meet(call, COUNTING, call.rank)
         except (Wrong, RuntimeError) as error:
@@ -358,6 +361,15 @@ def test_a_rank_that_is_gone_is_named(pool: Pool, victim: int, kind: str, text: 
     with pytest.raises(RankError) as caught:
         pool.run(told, victim, kind)
     assert str(caught.value).count(text) == WORLD - 1, str(caught.value)
+
+
+@pytest.mark.parametrize("slow", [(0,), (1, 3)])
+def test_ranks_that_are_slow_are_not_named_beside_the_one_that_is_gone(
+    pool: Pool, slow: tuple[int, ...]
+) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(told, 2, "Wrong", slow)
+    assert str(caught.value).count(f"TOLD Wrong {TOLD}") == WORLD - 1, str(caught.value)
 
 
 def test_what_the_failed_keys_of_a_call_touched_is_let_go() -> None:

@@ -306,6 +306,9 @@ def _telling_who_is_gone(call: Call, topic: Topic) -> Iterator[None]:
         yield
     except RuntimeError as error:
         first, late = call.ranks[0], absent(call.group)
+        if isinstance(error, LostRank) and error.rank in late:
+            # Others that have not come may be about to.
+            late = [error.rank]
         if late and first not in late:
             # The first rank says the same to those that it reaches.
             fail(call, gone_while(topic.doing, late), topic.unheard or topic.so_far)

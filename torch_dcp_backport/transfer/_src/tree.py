@@ -152,10 +152,12 @@ class Tree:
         messages.update(_receive_bodies(lengths, self.group))
         silent = [rank for rank in self.ranks if rank not in messages]
         self.children = {child: part for child, part in self.children.items() if child in messages}
-        # After a timeout gloo closes all connections, also those of ranks that are not late.
-        late = set(absent(self.group)).intersection(silent) if silent else set()
         lost += [rank for rank in lengths if rank not in messages]
-        return Gathered(messages, tuple(rank for rank in silent if rank in (late or lost)))
+        late = absent(self.group) if silent else []
+        # After a timeout gloo closes all connections, also those of ranks that are not late. After the end of
+        # a rank those that hear through it have not been waited for: they may be about to come.
+        named = set(late).intersection(lost) or set(late).intersection(silent) or set(lost)
+        return Gathered(messages, tuple(rank for rank in silent if rank in named))
 
     def _join(self, parts: list[dict[int, Body]]) -> dict[int, Body]:
         joined = {rank: body for part in parts for rank, body in part.items()}
