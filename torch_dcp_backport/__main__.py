@@ -36,10 +36,11 @@ ABOUT = """\
 torch_dcp_backport corrects torch.distributed.checkpoint inside a running
 program on torch 2.4, 2.5 and 2.6: full state dicts of FSDP2 models load and
 save without running out of memory, hanging or losing values. On torch 2.7 or
-newer it patches nothing, and it ends when no project pins an older torch.
-Beside it are libraries that a program imports by name, on torch 2.4 to the
-newest: sharded checkpoints, checkpoint managers, Hugging Face and Megatron
-weights, and an FSDP2 training engine; they stay useful after the backport.
+newer it patches nothing, and the backport ends when no project pins an older
+torch. The package also has libraries that a program imports by name, for torch
+2.4 and newer: sharded checkpoints, checkpoint managers, Hugging Face and
+Megatron weights, and an FSDP2 training engine; they stay useful after the
+backport.
 """
 
 HELP = f"""\
