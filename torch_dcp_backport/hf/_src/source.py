@@ -5,6 +5,7 @@ One rank's view; must never talk to other ranks, nor read a full tensor.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -310,10 +311,13 @@ def stamp_of(seen: os.stat_result) -> tuple[int, ...]:
 def marks_of(path: Path) -> tuple[Optional[tuple[int, ...]], ...]:
     """Return what tells a folder of a model from others, with a few calls; the same where it is shared.
 
-    A copy on another machine's disk has other inodes or times.
+    A copy on another machine's disk has other inodes or times. Links may lead elsewhere on each machine.
     """
     marks: list[Optional[tuple[int, ...]]] = []
-    for name in ("", CONFIG, INDEX, SINGLE):
+    names = ["", CONFIG, INDEX, SINGLE]
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        names += sorted(entry.name for entry in entries if entry.is_symlink())
+    for name in names:
         try:
             marks.append(stamp_of(os.stat(path / name)))
         except OSError:

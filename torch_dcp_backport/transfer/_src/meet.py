@@ -27,6 +27,7 @@ from torch_dcp_backport.transfer._src.errors import (
     TransferError,
     compose,
     differences,
+    spell,
 )
 from torch_dcp_backport.transfer._src.groups import Group, is_silent, source_of
 from torch_dcp_backport.transfer._src.tree import Gathered, LostRank, Tree
@@ -305,17 +306,23 @@ def _telling_who_is_gone(call: Call, topic: Topic) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first, late = call.ranks[0], absent(call.group)
-        if isinstance(error, LostRank) and error.rank in late:
-            # Others that have not come may be about to.
-            late = [error.rank]
-        if late and first not in late:
-            # The first rank says the same to those that it reaches.
-            fail(call, gone_while(topic.doing, late), topic.unheard or topic.so_far)
-        lost = error.rank if isinstance(error, LostRank) and not late else first
+        late, so_far = absent(call.group), topic.unheard or topic.so_far
+        lost = error.rank if isinstance(error, LostRank) else call.ranks[0]
+        is_unheard = isinstance(error, LostRank) and error.is_unheard
+        if isinstance(error, LostRank) and lost != call.ranks[0] and (is_unheard or lost in late):
+            # The first rank says the same to those that it reaches. Others that have not come may yet come.
+            try:
+                fail(call, gone_while(topic.doing, [lost]), topic.so_far if is_unheard else so_far)
+            except CollectiveError as failure:
+                if not is_unheard:
+                    # This rank's message may have gone on: the others may have an answer.
+                    failure.heard_by = ()
+                raise
         kind = call.kind if issubclass(call.kind, CollectiveError) else TransferError
         what = f"rank {lost} is gone, or too late, while {topic.doing}"
-        raise kind(f"{call.title}: {what}; {topic.unheard or topic.so_far}") from error
+        if late and lost not in late:
+            what = f"no answer from rank {lost} while {topic.doing}, and {spell(late)} did not come"
+        raise kind(f"{call.title}: {what}; {so_far}") from error
 
 
 def gone_while(doing: str, ranks: Iterable[int]) -> list[Finding]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional, TypeVar, Union
 
 import torch
@@ -44,7 +45,7 @@ SAME = 0
 EACH = 1
 #: From the first rank to one: it can take the bytes.
 SEND = 2
-#: A rank that is gone: nothing else will come.
+#: A rank that is gone, and whether no rank has an answer: nothing else will come.
 LOST = 3
 
 
@@ -56,11 +57,17 @@ class Gathered(NamedTuple):
 
 
 class LostRank(RuntimeError):
-    """A rank that this one hears from, or through, is gone or late."""
+    """A rank that this one hears from, or through, is gone or late.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: the rank, in the whole job.
+        is_unheard: whether what this rank has did not leave it: then no rank can have the others' answer.
+    """
+
+    def __init__(self, rank: int, is_unheard: bool = False) -> None:
         super().__init__(f"rank {rank} is gone, or too late")
         self.rank = rank
+        self.is_unheard = is_unheard
 
 
 def neighbours(place: int, count: int) -> tuple[Optional[int], list[range]]:
@@ -125,7 +132,7 @@ class Tree:
         try:
             _send(pickle.dumps((joined, lost)), self.parent, self.group)
         except RuntimeError as error:
-            self.end(self.parent, error)
+            self.end(self.parent, error, is_unheard=True)
         return None
 
     def gather(self, data: bytes) -> Optional[Gathered]:
@@ -144,6 +151,8 @@ class Tree:
         heard, lost = total
         messages = {rank: body for rank, body in heard.items() if isinstance(body, bytes)}
         lengths = {rank: _checked(body) for rank, body in heard.items() if isinstance(body, int)}
+        for child in lost:
+            self._tell_below(child, heard)
         # From here on those hear from no other rank: one between them that ends would leave them waiting.
         self._take_over(lengths)
         for rank in lengths:
@@ -156,7 +165,8 @@ class Tree:
         late = absent(self.group) if silent else []
         # After a timeout gloo closes all connections, also those of ranks that are not late. After the end of
         # a rank those that hear through it have not been waited for: they may be about to come.
-        named = set(late).intersection(lost) or set(late).intersection(silent) or set(lost)
+        named = set(late).intersection(lost) or set(late).intersection(silent)
+        named = named or set(lost if len(lost) == 1 else silent)
         return Gathered(messages, tuple(rank for rank in silent if rank in named))
 
     def _join(self, parts: list[dict[int, Body]]) -> dict[int, Body]:
@@ -166,6 +176,19 @@ class Tree:
             for child in [child for child in self.children if isinstance(joined.get(child), int)]:
                 del self.children[child]
         return joined
+
+    def _tell_below(self, lost: int, heard: Mapping[int, Body]) -> None:
+        """Tell the ranks that hear through one that is gone: some may wait for a word of this one, the first.
+
+        Nobody waits for the messages: those that wait for the one that is gone do not receive them.
+        """
+        place = self.ranks.index(lost)
+        message = _head(pickle.dumps((LOST, (lost, True))))
+        for rank in self.ranks[place + 1 : place + (place & -place)]:
+            if rank not in heard:
+                with _whoever_is_gone():
+                    buffer = tensor_of(message).to(device_for(self.group))
+                    _not_awaited.append((buffer, post([(dist.isend, buffer, rank)], self.group)))
 
     def _take_over(self, ranks: Iterable[int]) -> None:
         """Make ranks the children of this one, the first; each rank stays in one child's part."""
@@ -230,7 +253,7 @@ class Tree:
         if kind != SEND:
             self._pass_on(kind, content)
         if kind == LOST:
-            raise LostRank(content)
+            raise LostRank(*content)
         return kind, content
 
     def _pass_on(self, kind: int, content: Any) -> None:
@@ -242,10 +265,10 @@ class Tree:
             with _whoever_is_gone():
                 _send(message, child, self.group)
 
-    def end(self, lost: int, error: Optional[Exception] = None) -> NoReturn:
+    def end(self, lost: int, error: Optional[Exception] = None, is_unheard: bool = False) -> NoReturn:
         """Raise, and tell the ranks below, which wait for what will not come."""
-        self._pass_on(LOST, lost)
-        raise LostRank(lost) from error
+        self._pass_on(LOST, (lost, is_unheard))
+        raise LostRank(lost, is_unheard) from error
 
 
 def _whoever_is_gone() -> contextlib.AbstractContextManager[None]:
@@ -256,9 +279,16 @@ def _whoever_is_gone() -> contextlib.AbstractContextManager[None]:
 # --- messages: a head of one size, with the length and what fits, and then the rest ---
 
 
+#: Messages to ranks that may never receive them, in a group that has lost a rank.
+_not_awaited: deque[tuple[torch.Tensor, Sequence[Any]]] = deque(maxlen=1024)
+
+
+def _head(data: bytes) -> bytes:
+    return (len(data).to_bytes(LENGTH, "big") + data[: HEAD - LENGTH]).ljust(HEAD, b"\0")
+
+
 def _send(data: bytes, peer: int, group: Group) -> None:
-    head = (len(data).to_bytes(LENGTH, "big") + data[: HEAD - LENGTH]).ljust(HEAD, b"\0")
-    _send_body(head, peer, group)
+    _send_body(_head(data), peer, group)
     _send_body(data[HEAD - LENGTH :], peer, group)
 
 

@@ -254,14 +254,18 @@ def count_agreement(group: Group) -> None:
 
 
 def absent(group: Group) -> list[int]:
-    """The group's ranks that have not checked in; none where that cannot be found out."""
+    """The group's ranks that have not checked in; none where that cannot be found out.
+
+    Ranks that are further are not among them: they have their answers, and may be in the next agreement.
+    """
     missing: list[int] = []
     with contextlib.suppress(Exception):
         roll, store = _roll_of(group), compat.default_store()
-        count = str(roll.count).encode()
         entries = {rank: roll.entry(rank) for rank in roll.ranks if rank != dist.get_rank()}
         missing = [
-            rank for rank, entry in entries.items() if not store.check([entry]) or store.get(entry) != count
+            rank
+            for rank, entry in entries.items()
+            if not store.check([entry]) or int(store.get(entry)) < roll.count
         ]
     return missing
 
