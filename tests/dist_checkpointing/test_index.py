@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+)
 from torch_dcp_backport.dist_checkpointing._src import metadata, packed, plans
 from torch_dcp_backport.dist_checkpointing._src.body import Output, Written
 from torch_dcp_backport.dist_checkpointing._src.metadata import RecordPlace
@@ -274,3 +280,10 @@ def test_a_load_without_a_packed_index_takes_the_whole_metadata(ranks: Any, tmp_
     else:
         (text,) = texts
         assert "its checksum is wrong" in text
+
+
+@pytest.mark.parametrize("key", ["\ud83d\ude00", "\ud83d", "\U0001f600", '"\\u00e9"'])
+def test_a_key_of_any_characters_comes_back_as_it_was(tmp_path: Path, key: str) -> None:
+    save({"w": ShardedTensor.from_rank_offsets(key, torch.arange(3.0))}, tmp_path)
+    back = load({"w": ShardedTensor.from_rank_offsets(key, torch.zeros(3))}, tmp_path)
+    assert torch.equal(back["w"], torch.arange(3.0))

@@ -143,3 +143,33 @@ def test_ranks_that_see_other_values_are_refused(ranks: Any, tmp_path: Path) -> 
     saved(tmp_path / "other", 5.0)
     (text,) = set(ranks(other_files, tmp_path / "m", world=2))
     assert "the ranks see different files" in text
+
+
+def linked(_: Any, folder: Path, places: list[Path]) -> str:
+    back = os.getcwd()
+    os.chdir(places[dist.get_rank()])
+    try:
+        state = sharded()
+        before = {key: part.to_local().clone() for key, part in state.items()}
+        with pytest.raises(RuntimeError) as caught:
+            hf.load_state_dict(state, folder)
+        assert all(torch.equal(part.to_local(), before[key]) for key, part in state.items())
+    finally:
+        os.chdir(back)
+    return str(caught.value)
+
+
+def test_links_that_lead_elsewhere_on_a_rank_are_noticed_before_anything_is_written(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """The folder is shared; its files are links to a place of each machine."""
+    folder = saved(tmp_path / "m")
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place, value in zip(places, (1.0, 5.0)):
+        saved(place, value)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+        path.symlink_to(f"/proc/self/cwd/{path.name}")
+    (text,) = set(ranks(linked, folder, places, world=2))
+    assert "nothing was changed" in text
+    assert "the ranks see different files" in text

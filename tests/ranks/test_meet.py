@@ -16,7 +16,7 @@ from heard import heard
 from pool import Pool, RankError
 
 from torch_dcp_backport.transfer import Call, Problem, warn_on_first
-from torch_dcp_backport.transfer._src import meet
+from torch_dcp_backport.transfer._src import meet, tree
 from torch_dcp_backport.transfer._src.call import Attempt, gc_context
 from torch_dcp_backport.transfer._src.errors import CollectiveError
 from torch_dcp_backport.transfer._src.meet import Meeting, Refusal, Topic, at_first
@@ -370,6 +370,38 @@ def test_ranks_that_are_slow_are_not_named_beside_the_one_that_is_gone(
     with pytest.raises(RankError) as caught:
         pool.run(told, 2, "Wrong", slow)
     assert str(caught.value).count(f"TOLD Wrong {TOLD}") == WORLD - 1, str(caught.value)
+
+
+def killed_on_the_way(_: Any, moment: str) -> None:
+    """Rank 2, through which rank 3 hears, is killed within a meeting: the error of those that have one."""
+    with begin() as call:
+        if call.rank == 2:
+            place, name = (meet.Round, "scatter") if moment == "before it answers" else (tree, "_send")
+            setattr(place, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        own = b"x" * (tree.LARGE + 1) if call.rank == 3 and moment != "before it answers" else b""
+        try:
+            with at_first(call, COUNTING, own) as meeting:
+                if meeting.decides:
+                    meeting.answer("all is well")
+        except Wrong as error:
+            text = str(error).replace("\n", " ")
+            raise AssertionError(f"TOLD {error.is_agreed} {text}") from None
+        assert meeting.result == "all is well"
+
+
+def test_an_error_of_one_rank_alone_is_not_taken_for_that_of_all(pool: Pool) -> None:
+    """Others have their answers: what this rank wrote may be a part of a checkpoint."""
+    with pytest.raises(RankError) as caught:
+        pool.run(killed_on_the_way, "before it answers")
+    assert str(caught.value).count("AssertionError: TOLD") == 1, str(caught.value)
+    assert "TOLD False cannot count: rank 2 is gone, or too late, while counting;" in str(caught.value)
+
+
+def test_a_rank_below_one_that_is_gone_hears_of_it(pool: Pool) -> None:
+    """Also where it waits for the first rank, which has not heard of it."""
+    with pytest.raises(RankError) as caught:
+        pool.run(killed_on_the_way, "before it sends")
+    assert str(caught.value).count(f"TOLD True {TOLD}") == WORLD - 1, str(caught.value)
 
 
 def test_what_the_failed_keys_of_a_call_touched_is_let_go() -> None:

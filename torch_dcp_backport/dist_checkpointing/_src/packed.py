@@ -167,8 +167,10 @@ def to_bytes(
     names = [key for block in blocks for key in block.keys] + [key for key, *_ in listed]
     numbers = {key: number for number, key in enumerate(names)}
     head = json.dumps(
-        {"blocks": facts, "objects": listed, "files": files, "order": [numbers[key] for key in order]}
-    ).encode()
+        {"blocks": facts, "objects": listed, "files": files, "order": [numbers[key] for key in order]},
+        # As escapes two surrogates of a key would be read as one character.
+        ensure_ascii=False,
+    ).encode("utf-8", "surrogatepass")
     # Numbers behind it begin at multiples of their size.
     head += b" " * (-len(head) % 8)
     # Not compressed: few bytes could then ask for much memory.
@@ -212,7 +214,7 @@ def from_bytes(data: bytes) -> Unpacked:
 
 def _from_bytes(data: bytes) -> Unpacked:
     (length,) = struct.unpack_from("<Q", data)
-    facts: Mapping[str, Any] = json.loads(data[8 : 8 + length])
+    facts: Mapping[str, Any] = json.loads(bytes(data[8 : 8 + length]).decode("utf-8", "surrogatepass"))
     at = 8 + length
     blocks = []
     for fact in facts["blocks"]:
