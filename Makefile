@@ -216,7 +216,7 @@ outputs:
 	$(LANES) run current -- python tools/record_outputs.py
 
 # Screenshots of the site that `make docs` has made, at 1280 and 390 px, in build/shots, by the machine's Chromium.
-shots:
+shots: docs
 	$(LANES) run shots -- python tools/shots.py
 
 # What one NVIDIA GPU can tell, with the torch of $(PYTHON), within 10 minutes; no lane: those have CPU builds.
