@@ -21,6 +21,7 @@ from torch_dcp_backport.state_dict import source
 from torch_dcp_backport.transfer import Box, Call, Failure, Problem
 from torch_dcp_backport.transfer._src import lanes, meet, wire
 from torch_dcp_backport.transfer._src.consensus import share_findings
+from torch_dcp_backport.transfer._src.errors import CollectiveError
 from torch_dcp_backport.transfer._src.exchange import Route
 from torch_dcp_backport.transfer._src.memories import Memories, move
 from torch_dcp_backport.transfer._src.memory import part_of
@@ -437,3 +438,27 @@ def fails_before_the_backend(api: Any) -> str:
 def test_what_failed_first_is_in_the_error_of_the_backend(ranks):
     for rank, text in enumerate(ranks(collectively, fails_before_the_backend)):
         assert ("OSError: no copy" in text) == (rank == 1), text
+
+
+def refuse_to_be_read() -> None:
+    raise ValueError("of another release")
+
+
+class Unreadable:
+    """A value that is sent, and cannot be read."""
+
+    def __reduce__(self) -> Any:
+        return refuse_to_be_read, ()
+
+
+def unreadable(api: Any) -> str:
+    call = Call("cannot count", "count", kind=CollectiveError)
+    with pytest.raises(CollectiveError) as caught:
+        meet.meet(call, meet.Topic("counting"), Unreadable() if dist.get_rank() == 1 else 0)
+    return str(caught.value)
+
+
+def test_a_value_that_cannot_be_read_is_an_error_of_the_call_on_every_rank(ranks):
+    for text in ranks(collectively, unreadable):
+        assert "cannot count: 1 problem(s), nothing was changed." in text
+        assert "ValueError: of another release" in text

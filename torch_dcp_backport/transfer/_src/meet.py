@@ -194,8 +194,8 @@ def meet(
             gathered = Round(call.group).all_gather(message)
     try:
         return _values_in(gathered, topic.doing)
-    except Refusal as refusal:
-        findings = refusal.findings
+    except Exception as error:
+        findings = _findings_of(call, error)
     fail(call, findings, topic.so_far)
 
 
