@@ -48,6 +48,7 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import Stored as Stored
 from torch_dcp_backport.dist_checkpointing._src.options import (
     LoadOptions as LoadOptions,
     SaveOptions as SaveOptions,
+    checked_bool as checked_bool,
 )
 from torch_dcp_backport.dist_checkpointing._src.param_groups import (
     PARAMS as PARAMS,

@@ -21,7 +21,12 @@ from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
 from torch_dcp_backport.dist_checkpointing._src.offers import either_order, refusing
-from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA, LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing._src.options import (
+    CONTENT_METADATA,
+    LoadOptions,
+    SaveOptions,
+    checked_bool,
+)
 from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import boxed
@@ -81,6 +86,7 @@ def save(
     verify_integrity: bool = False,
     strict_common: bool = False,
     async_strategy: Optional[str] = None,
+    torch_metadata: bool = True,
 ) -> Optional[AsyncRequest]:
     """Save a sharded state dict. Collective.
 
@@ -110,6 +116,9 @@ def save(
         strict_common: common states that differ are an error.
         async_strategy: None or "mcore": the request's queue is this package's `AsyncCallsQueue`. "nvrx" is an
             error with `async_sharded_save`: NVRx's queue writes in another process.
+        torch_metadata: write torch's index into `.metadata` as well. False leaves it out: the file is a
+            fraction as long, and torch's and Megatron's own readers refuse the checkpoint. The same on every
+            rank.
 
     Returns:
         None, or the request of a save in the background.
@@ -135,6 +144,7 @@ def save(
         is_compared=validate_access_integrity or strict_common,
         strict_common=strict_common,
         preprocess=preprocess_common_before_consistancy_check,
+        torch_metadata=torch_metadata,
     )
     requests: list[AsyncRequest] = []
     with saving(checkpoint_dir, options, requests if async_sharded_save else None) as state:
@@ -184,7 +194,7 @@ def saving(
             yield state
         with call.guard() as own, naming_too_deep(state.value):
             # The working directory may be another when a save in the background ends.
-            own.set(saving_of(split(state.value), Path(checkpoint_dir).absolute(), options))
+            own.set(saving_of(split(state.value), Path(checkpoint_dir).absolute(), options.checked()))
         if requests is None:
             output = save_together(call, own)
             report.close_save(call.tally, output, clock.stop())
@@ -220,6 +230,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.written,
         options.compared(compared),
         options.strict_common,
+        torch_metadata=options.torch_metadata,
     )
 
 
@@ -290,9 +301,10 @@ def load(
     )
     with loading(checkpoint_dir, options) as load:
         refuse_strategies(sharded_strategy, common_strategy, called="load")
-        if not isinstance(read_together, bool):
-            got = f"a {type(read_together).__name__}"
-            raise CheckpointingException(f"read_together={read_together!r}: expected a bool, got {got}")
+        try:
+            checked_bool("read_together", read_together)
+        except ValueError as error:
+            raise CheckpointingException(str(error)) from None
         load.ask(sharded_state_dict)
     return load.result
 

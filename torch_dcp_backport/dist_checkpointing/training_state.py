@@ -92,17 +92,19 @@ def save_training_state(
     *,
     extra: Optional[Mapping[str, Any]] = None,
     process_group: Group = None,
+    torch_metadata: bool = True,
 ) -> None:
     """Save a model, its optimizers and the values of `extra`. Collective.
 
     Args:
         checkpoint_dir: a folder that every rank sees; it has to be there.
         extra: a further (sharded) state dict: step, scheduler, ShardedObjects of each rank.
+        torch_metadata: as of `save`.
 
     Raises:
         CheckpointingException: as `save`.
     """
-    options = SaveOptions(process_group=process_group)
+    options = SaveOptions(process_group=process_group, torch_metadata=torch_metadata)
     with options.begin() as call:
         with call.guard() as made:
             made.set(state_of(model, optimizers))

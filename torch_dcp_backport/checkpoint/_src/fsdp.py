@@ -245,6 +245,7 @@ class FSDPCheckpointManager(ShardedManager):
         like: Optional[Folder] = None,
         trust: bool = False,
         save_timeout: Optional[float] = None,
+        torch_metadata: bool = True,
         process_group: Group = None,
     ) -> None:
         """Remember the parts.
@@ -252,7 +253,7 @@ class FSDPCheckpointManager(ShardedManager):
         Args:
             model, optimizer, lr_scheduler, processing_class, checkpoint_config: as of
                 `BaseCheckpointManager`.
-            trust, save_timeout, process_group: as of `BaseCheckpointManager`.
+            trust, save_timeout, torch_metadata, process_group: as of `BaseCheckpointManager`.
             tokenizer: verl's former name of `processing_class`.
             trust_remote_code: of verl's; no code of a model is loaded here.
             like: the model's own folder: its generation configuration, code, and what `processing_class` does
@@ -271,6 +272,7 @@ class FSDPCheckpointManager(ShardedManager):
             checkpoint_config,
             trust=trust,
             save_timeout=save_timeout,
+            torch_metadata=torch_metadata,
             process_group=process_group,
         )
         self.origin = beside.folder_of(like, getattr(self.unwrapped, "config", None))

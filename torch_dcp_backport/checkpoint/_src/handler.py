@@ -46,7 +46,13 @@ from torch_dcp_backport.checkpoint._src.store import Shelf
 from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE, SaveArguments, writing_in
 from torch_dcp_backport.checkpoint._src.uploads import Brought, Uploads
 from torch_dcp_backport.checkpoint._src.watching import Mark, Watch
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, checked_seconds, values
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    begin,
+    checked_bool,
+    checked_seconds,
+    values,
+)
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.transfer import Group, Topic, at_first, meet
 
@@ -122,6 +128,7 @@ class CheckpointHandler:
         on_upload: str = "raise",
         on_failure: str = "raise",
         save_timeout: Optional[float] = None,
+        torch_metadata: bool = True,
         state: Optional[Mapping[str, Stateful]] = None,
         process_group: Group = None,
     ) -> None:
@@ -166,6 +173,8 @@ class CheckpointHandler:
             save_timeout: the most seconds that `finish`, the next save or a load waits for this rank's files
                 of a save in the background, for uploads and for removals; then it fails, and what hangs is
                 abandoned. Less than the timeout of the process group. None waits without end.
+            torch_metadata: write torch's index into `.metadata` of each sharded checkpoint as well, as of
+                `dist_checkpointing.save`; the same on every rank.
             state: further objects by name, such as an average of weights or a gradient scaler, each with
                 `state_dict()` and `load_state_dict()`: saved in every step, and loaded from it. A step
                 without one of them is an error; what only the step has is named in the log.
@@ -243,6 +252,7 @@ class CheckpointHandler:
         self._retention = Retention()
         self.on_failure = on_failure
         self.save_timeout = checked_seconds("save_timeout", save_timeout)
+        self.torch_metadata = checked_bool("torch_metadata", torch_metadata)
         #: Whether all ranks are known to have the same settings.
         self._is_compared = False
         #: The number of saves that failed, with `on_failure="warn"`; the same on every rank.
@@ -320,6 +330,7 @@ class CheckpointHandler:
             "default_hdfs_dir": str(None if self._remote is None else self._remote.url),
             "on_failure": self.on_failure,
             "save_timeout": str(self.save_timeout),
+            "torch_metadata": str(self.torch_metadata),
         }
 
     def save_if_due(self, step: int, *, metric: Optional[float] = None) -> Optional[Path]:
@@ -451,7 +462,7 @@ class CheckpointHandler:
                 str(self.preservation)
                 number = store.checked_step(step)
                 final = (root / store.name_of(number)).absolute()
-                wanted.set(SaveArguments(final, number, self.shelf, common, rating))
+                wanted.set(SaveArguments(final, number, self.shelf, common, rating, self.torch_metadata))
             with together.draft_of(call, wanted) as begun:
                 self.write(begun.writing.draft, step)
         self._saves.publish(begun, (track, self.upload, retire))

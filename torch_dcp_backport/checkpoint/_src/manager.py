@@ -37,6 +37,7 @@ from torch_dcp_backport.dist_checkpointing import (
     SaveOptions,
     ShardedObject,
     begin,
+    checked_bool,
     checked_seconds,
     load_common_state_dict,
     resolved,
@@ -118,6 +119,7 @@ class BaseCheckpointManager:
         *,
         trust: bool = False,
         save_timeout: Optional[float] = None,
+        torch_metadata: bool = True,
         process_group: Group = None,
     ) -> None:
         """Remember the parts. Not collective.
@@ -139,10 +141,13 @@ class BaseCheckpointManager:
                 optimizer, which runs code in the file; else the save refuses them.
             save_timeout: the most seconds that a call waits for this rank's files of a save in the
                 background, for uploads and for removals, as of `CheckpointHandler`; a handler has its own.
+            torch_metadata: write torch's index into `.metadata` of each sharded checkpoint as well, as of
+                `dist_checkpointing.save`; the same on every rank. A handler's False holds for its managers.
             process_group: the ranks that save and load together; None is the default group.
 
         Raises:
-            ValueError: an unknown content or setting, or a setting without a value (OmegaConf's "???").
+            ValueError: an unknown content or setting, or a setting without a value (OmegaConf's "???"); a
+                `torch_metadata` that is no bool.
         """
         settings = resolved(checkpoint_config, "checkpoint_config")
         unused = unused_settings(settings)
@@ -178,6 +183,7 @@ class BaseCheckpointManager:
         self.is_async = checked_flag("async_save", setting(settings, "async_save") or False)
         self.previous_global_step: Optional[int] = None
         self.save_timeout = checked_seconds("save_timeout", save_timeout)
+        self.torch_metadata = checked_bool("torch_metadata", torch_metadata)
         self._saves = Saves(process_group, save_timeout)
         self._uploads = Uploads()
         self._retention = Retention()
@@ -242,9 +248,11 @@ class BaseCheckpointManager:
                     {
                         "hdfs_path": str(hdfs_path),
                         "save_timeout": str(self.save_timeout),
+                        "torch_metadata": str(self.torch_metadata),
                     },
                 )
-                wanted.set(SaveArguments(final, checked_step(step), self._shelf_of(final), common))
+                number, shelf, torch_metadata = checked_step(step), self._shelf_of(final), self.torch_metadata
+                wanted.set(SaveArguments(final, number, shelf, common, torch_metadata=torch_metadata))
             with together.draft_of(call, wanted) as begun:
                 self.write(begun.writing.draft, step)
         upload = [] if not url else [functools.partial(self._uploads.add, url=url)]
@@ -705,6 +713,7 @@ class ShardedManager(BaseCheckpointManager):
             process_group=self.process_group,
             written=functools.partial(writing.note, path),
             is_compared=True,
+            torch_metadata=self.torch_metadata and writing.torch_metadata,
         )
         with saving(path, options, writing.requests if self.is_async else None) as state:
             writing.make_folder(path)

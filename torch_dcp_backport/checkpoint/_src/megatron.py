@@ -111,6 +111,7 @@ class MegatronCheckpointManager(ShardedManager):
         like: Optional[Folder] = None,
         trust: bool = False,
         save_timeout: Optional[float] = None,
+        torch_metadata: bool = True,
         process_group: Group = None,
     ) -> None:
         """Remember the parts. Not collective.
@@ -134,7 +135,7 @@ class MegatronCheckpointManager(ShardedManager):
                 program has it loaded and initialised; else every rank is a replica.
             rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
             like: the model's own folder; as of `FSDPCheckpointManager`.
-            trust, save_timeout, process_group: as of `BaseCheckpointManager`.
+            trust, save_timeout, torch_metadata, process_group: as of `BaseCheckpointManager`.
 
         Raises:
             ValueError: an unknown content; "hf_model" without `hf_config`.
@@ -152,6 +153,7 @@ class MegatronCheckpointManager(ShardedManager):
             checkpoint_config,
             trust=trust,
             save_timeout=save_timeout,
+            torch_metadata=torch_metadata,
             process_group=process_group,
         )
         if asked:

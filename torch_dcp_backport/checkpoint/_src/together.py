@@ -53,8 +53,10 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 class Writing:
     """A rank's share of a draft: its files, and the parts that it will write in the background."""
 
-    def __init__(self, draft: Path, outlook: str) -> None:
+    def __init__(self, draft: Path, outlook: str, torch_metadata: bool = True) -> None:
         self.draft = draft
+        #: Whether sharded checkpoints in the draft have torch's index.
+        self.torch_metadata = torch_metadata
         #: What an error says of the state on the disk: that this was not saved, and what is there.
         self.outlook = outlook
         #: Parts that are still to be written. Errors of an `async_fn` are raised on every rank in the end.
@@ -209,6 +211,8 @@ class SaveArguments(NamedTuple):
     common: Common = NOTHING
     #: The number that the program gives the step.
     metric: Optional[float] = None
+    #: Whether sharded checkpoints in the folder have torch's index.
+    torch_metadata: bool = True
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
     name, outlook = meeting.result
     if not name:
         meet(call, Topic("making the draft", outlook))
-    begun = Begun(asked, draft, Writing(Path(name), outlook))
+    begun = Begun(asked, draft, Writing(Path(name), outlook, asked.torch_metadata))
     group = call.group if call.groups else None
     with discarding(draft), saying(outlook), naming_loss(draft, group):
         with call.guard(), begun.writing.is_open():

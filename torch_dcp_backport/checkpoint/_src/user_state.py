@@ -198,7 +198,10 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     writing = writing_in(draft)
     path = draft / USER_STATE
     options = SaveOptions(
-        must_load=not trust, process_group=group, written=functools.partial(writing.note, path)
+        must_load=not trust,
+        process_group=group,
+        written=functools.partial(writing.note, path),
+        torch_metadata=writing.torch_metadata,
     )
     # Where there are requests, the engine saves in the background, on every rank.
     with saving(path, options, writing.requests or None) as state:

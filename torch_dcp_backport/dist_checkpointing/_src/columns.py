@@ -44,6 +44,12 @@ LIMIT31 = 2**31
 LEAST = 59
 
 
+def text(value: str) -> bytes:
+    """Return the instruction that makes a string."""
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
 class Columns(NamedTuple):
     """The places of records: a row for each tensor, a column for each box."""
 
@@ -318,7 +324,7 @@ def before_sums(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
         yield from records_of(head, number, block, files)
     yield listed(few)
     yield records_of_objects(head, listing)
-    yield names[5] + b"}(" + text("format") + b"K%c" % FORMAT
+    yield names[5] + HEAD_OF_OURS
 
 
 def bytes_head(nbytes: int) -> bytes:
@@ -334,12 +340,6 @@ def packed_of(listing: Listing) -> bytes:
         return b""
     objects = ((place.key, place.file, place.offset, place.length) for place in listing.objects)
     return packed.to_bytes(known, objects, listing.files, listing.order)
-
-
-def text(value: str) -> bytes:
-    """Return the instruction that makes a string."""
-    data = value.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
 
 
 def sums_of(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
@@ -359,6 +359,18 @@ def sums_of(listing: Listing) -> Iterator[Union[bytes, bytearray]]:
     yield struct.pack(f"<{len(listing.objects)}I", *(place.crc for place in listing.objects))
 
 
+HEAD_OF_OURS = b"}(" + text("format") + b"K%c" % FORMAT
+#: The content up to the packed index where torch's index is left out. Torch's readers unpickle the file, and
+#: would take an index without tensors for a checkpoint without any. So the first instruction imports a module
+#: of a name that is the reason: the import fails, and its error gives the name. A dot or a slash would not be
+#: a part of it.
+ALONE = (
+    b"\x80\x03cthis checkpoint was saved with torch_metadata=False and has no index for readers of torch: "
+    b"load it with torch_dcp_backport's dist_checkpointing, or give dcp load its CheckedReader as the "
+    b"storage_reader\nMetadata\n)\x81}(" + text(OURS) + HEAD_OF_OURS
+)
+
+
 class Beginning:
     """The content up to the checksums, where it was kept, and what is known of it."""
 
@@ -370,9 +382,17 @@ class Beginning:
 class Content:
     """The content of a `.metadata`: made when it is iterated, in pieces."""
 
-    def __init__(self, listing: Listing, beginning: Optional[Beginning] = None) -> None:
-        """`beginning`: of a content that differs in its checksums alone; filled where it is small."""
+    def __init__(
+        self, listing: Listing, beginning: Optional[Beginning] = None, *, torch_metadata: bool = True
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            beginning: of a content that differs in its checksums alone; filled where it is small.
+            torch_metadata: whether torch's index is in it; without it every block has to be packed.
+        """
         self._listing = listing
+        self._torch_metadata = torch_metadata
         self._beginning = beginning or Beginning()
 
     @functools.cached_property
@@ -427,7 +447,7 @@ class Content:
             return
         kept: list[Union[bytes, bytearray]] = []
         nbytes = 0
-        for piece in before_sums(self._listing):
+        for piece in before_sums(self._listing) if self._torch_metadata else (ALONE,):
             nbytes += len(piece)
             if nbytes <= KEPT:
                 kept.append(piece)

@@ -212,7 +212,7 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     is_hashed = integrity.is_there(folder)
     # A checkpoint without a list of digests is valid; with an old list it is not.
     disk.remove([folder / integrity.NAME])
-    disk.publish(folder / metadata.NAME, metadata.to_bytes(kept))
+    disk.publish(folder / metadata.NAME, metadata.to_bytes(kept, index.torch_metadata))
     disk.sync_folder(folder)
     disk.remove([folder / name for name in before - set(kept.ends)])
     if is_hashed:

@@ -229,6 +229,8 @@ class Index:
         self.common: Optional[tuple[int, int]] = None
         #: The blocks of its tensors, where it was packed.
         self.blocks: Optional[list[ColumnBlock]] = None
+        #: Whether its file has torch's index, too.
+        self.torch_metadata = True
 
     def places(self) -> Iterator[tuple[str, RecordPlace]]:
         """Yield (key, place) of every record."""
@@ -261,13 +263,19 @@ class Index:
 class StoredBlock(columns.Block):
     """Tensors of an index."""
 
-    def __init__(self, keys: Sequence[str], tensors: Sequence[Stored], numbers: Mapping[str, int]) -> None:
-        """`numbers`: of the files."""
+    def __init__(
+        self, keys: Sequence[str], tensors: Sequence[Stored], numbers: Mapping[str, int], is_packed: bool
+    ) -> None:
+        """Args:
+        numbers: of the files.
+        is_packed: whether `packed` returns the block, of which tensors have records of the same lengths.
+        """
         first = tensors[0]
         boxes = [chunk.box for chunk in first.chunks]
         super().__init__(keys, first.dtype, first.shape, first.original, boxes)
         self._numbers = numbers
         self._places = [[chunk.place for chunk in stored.chunks] for stored in tensors]
+        self._is_packed = is_packed
 
     def places(self) -> Iterator[tuple[int, int, int]]:
         for place in itertools.chain.from_iterable(self._places):
@@ -276,12 +284,31 @@ class StoredBlock(columns.Block):
     def longest(self) -> int:
         return max((place.length for places in self._places for place in places), default=0)
 
+    def packed(self) -> Optional[PackedBlock]:
+        if not self._is_packed:
+            return None
+        columns = list(zip(*self._places))
+        count = len(columns)
+        return PackedBlock(
+            self.keys,
+            self.dtype,
+            self.shape,
+            self.original,
+            array("q", (number for box in self.boxes for number in (*box.offset, *box.size))),
+            array("q", (column[0].length for column in columns)),
+            array("q", range(count)),
+            # Each box has a column of its own: the first one is -1.
+            array("q", range(-1, -count - 1, -1)),
+            array("q", (place.offset for column in columns for place in column)),
+            array("q", (self._numbers[place.file] for column in columns for place in column)),
+        )
+
     def crcs(self) -> Words:
         return array("I", (place.crc or 0 for places in self._places for place in places))
 
 
-def listing_of(index: Index) -> columns.Listing:
-    """Return what the `.metadata` of an index lists."""
+def listing_of(index: Index, is_packed: bool = False) -> columns.Listing:
+    """Return what the `.metadata` of an index lists; `is_packed`: as of `StoredBlock`."""
     numbers: dict[str, int] = {}
     for _, place in index.places():
         numbers.setdefault(place.file, len(numbers))
@@ -290,7 +317,10 @@ def listing_of(index: Index) -> columns.Listing:
         boxes = tuple(chunk.box for chunk in stored.chunks)
         alike.setdefault((stored.dtype, stored.shape, stored.original, boxes), []).append(key)
     return columns.Listing(
-        [StoredBlock(keys, [index.tensors[key] for key in keys], numbers) for keys in alike.values()],
+        [
+            StoredBlock(keys, [index.tensors[key] for key in keys], numbers, is_packed)
+            for keys in alike.values()
+        ],
         [
             columns.ObjectPlace(key, numbers[place.file], place.offset, place.length, place.crc or 0)
             for key, place in index.objects.items()
@@ -302,9 +332,10 @@ def listing_of(index: Index) -> columns.Listing:
     )
 
 
-def to_bytes(index: Index) -> bytes:
-    """Return the content of `.metadata`."""
-    return b"".join(columns.Content(listing_of(index)))
+def to_bytes(index: Index, torch_metadata: bool = True) -> bytes:
+    """Return the content of `.metadata`, with torch's index or with the packed one alone."""
+    listing = listing_of(index, is_packed=not torch_metadata)
+    return b"".join(columns.Content(listing, torch_metadata=torch_metadata))
 
 
 def from_packed(data: packed.Packed) -> Index:
@@ -344,6 +375,13 @@ def from_bytes(data: bytes) -> Index:
     # First of all: a single bit can make an unpickler ask for gigabytes.
     if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
         raise Refused("its checksum is wrong")
+    if data.startswith(columns.ALONE):
+        alone = packed.index_in(len(data), lambda at, nbytes: data[at : at + nbytes], is_verified=True)
+        if alone is None:
+            raise Refused("its checksum is wrong")
+        index = from_packed(alone)
+        index.torch_metadata = False
+        return index
     with gc_context():
         return unpickle.with_stack_for(data, lambda: _from_bytes(data))
 

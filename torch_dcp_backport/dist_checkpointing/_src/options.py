@@ -42,6 +42,8 @@ class SaveOptions(NamedTuple):
     strict_common: bool = False
     #: Turns a common state into the state that is compared.
     preprocess: Optional[Callable[[CommonStateDict], StateDict]] = None
+    #: Whether `.metadata` has torch's index beside ours; a caller's value, of any type.
+    torch_metadata: Any = True
 
     def compared(self, common: CommonStateDict) -> Optional[Values]:
         """Return the values of a common state that are compared; None where they are not."""
@@ -64,9 +66,32 @@ class SaveOptions(NamedTuple):
             )
         return {CONTENT_METADATA: _clean_metadata_for_serialization(self.content)}
 
+    def checked(self) -> SaveOptions:
+        """Return the same options.
+
+        Raises:
+            CheckpointingException: one of them has no value that it may have.
+        """
+        try:
+            checked_bool("torch_metadata", self.torch_metadata)
+        except ValueError as error:
+            raise CheckpointingException(str(error)) from None
+        return self
+
     def begin(self) -> Call:
         """Begin the call of this save."""
         return begin(CANNOT_SAVE, "save", self.process_group, is_alone=self.is_alone)
+
+
+def checked_bool(name: str, value: bool) -> bool:
+    """Return an option that is on or off.
+
+    Raises:
+        ValueError: it is no bool: the text "False" would be true.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected a bool, got a {type(value).__name__}")
+    return value
 
 
 class LoadOptions(NamedTuple):

@@ -7,6 +7,7 @@ of offsets for all files that have their records at the same places.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -15,7 +16,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -95,21 +96,32 @@ def read(path: Path) -> Optional[Packed]:
     """
     with open(disk.opened(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        behind = len(END) + len(TRAILER) + 4
-        if size < FOOT_BYTES + behind:
-            return None
-        data = bytes_at(file.fileno(), size - FOOT_BYTES - behind, FOOT_BYTES + behind)
-        foot, crc = data[len(MARK) : FOOT_BYTES - 4], data[FOOT_BYTES - 4 : FOOT_BYTES]
-        if not data.startswith(MARK) or zlib.crc32(foot).to_bytes(4, "little") != crc:
-            return None
-        if data[FOOT_BYTES:-4] != END + TRAILER:
-            return None
-        if size <= VERIFIED and sum_of(file.fileno(), size - len(TRAILER) - 4) != data[-4:]:
-            return None
-        *places, index_crc, sums_crc, nbytes, common_crc = FOOT.unpack(foot)
-        if max(map(sum, (places[:2], places[2:]))) > size:
-            return None
-        index, sums = (bytes_at(file.fileno(), *place) for place in (places[:2], places[2:]))
+        return index_in(size, functools.partial(bytes_at, file.fileno()), is_verified=size <= VERIFIED)
+
+
+def index_in(size: int, part: Callable[[int, int], bytes], is_verified: bool) -> Optional[Packed]:
+    """Return the packed index in the bytes of a `.metadata`; None as `read` does.
+
+    Args:
+        size: how many bytes there are.
+        part: returns bytes from a place on, so many; fewer where they end.
+        is_verified: whether the checksum of all of them is compared.
+    """
+    behind = len(END) + len(TRAILER) + 4
+    if size < FOOT_BYTES + behind:
+        return None
+    data = part(size - FOOT_BYTES - behind, FOOT_BYTES + behind)
+    foot, crc = data[len(MARK) : FOOT_BYTES - 4], data[FOOT_BYTES - 4 : FOOT_BYTES]
+    if not data.startswith(MARK) or zlib.crc32(foot).to_bytes(4, "little") != crc:
+        return None
+    if data[FOOT_BYTES:-4] != END + TRAILER:
+        return None
+    if is_verified and sum_of(part, size - len(TRAILER) - 4) != data[-4:]:
+        return None
+    *places, index_crc, sums_crc, nbytes, common_crc = FOOT.unpack(foot)
+    if max(map(sum, (places[:2], places[2:]))) > size:
+        return None
+    index, sums = (part(*place) for place in (places[:2], places[2:]))
     if (zlib.crc32(index), zlib.crc32(sums)) != (index_crc, sums_crc):
         return None
     return Packed(index, sums, None if nbytes < 0 else (nbytes, common_crc))
@@ -127,10 +139,10 @@ def bytes_at(fd: int, offset: int, nbytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def sum_of(fd: int, nbytes: int) -> bytes:
+def sum_of(part: Callable[[int, int], bytes], nbytes: int) -> bytes:
     crc = 0
     for start in range(0, nbytes, BLOCK):
-        crc = zlib.crc32(bytes_at(fd, start, min(BLOCK, nbytes - start)), crc)
+        crc = zlib.crc32(part(start, min(BLOCK, nbytes - start)), crc)
     return crc.to_bytes(4, "big")
 
 

@@ -359,9 +359,11 @@ class Description:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         #: The content before the checksums of the last save, and the places that its records had.
-        self._last: Optional[tuple[dict[int, Any], Beginning]] = None
+        self._last: Optional[tuple[Any, Beginning]] = None
 
-    def content(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> Content:
+    def content(
+        self, outputs: Mapping[int, Output], common: tuple[int, int], torch_metadata: bool = True
+    ) -> Content:
         """Return the content of `.metadata` for the records that the ranks have written by this plan."""
         columns = {
             rank: (output.file, Records.of(output.tensors), Records.of(output.objects))
@@ -371,14 +373,18 @@ class Description:
         beginning = Beginning()
         if count * LEAST <= KEPT:
             # Two threads may save by one plan: this is one assignment.
-            places = {
-                rank: (file, tensors.places(), objects.places())
-                for rank, (file, tensors, objects) in columns.items()
-            }
+            places = (
+                torch_metadata,
+                {
+                    rank: (file, tensors.places(), objects.places())
+                    for rank, (file, tensors, objects) in columns.items()
+                },
+            )
             if self._last is not None and self._last[0] == places:
                 beginning = self._last[1]
             self._last = places, beginning
-        return Content(listing_of(self.plan, self._pieces, columns, common), beginning)
+        listing = listing_of(self.plan, self._pieces, columns, common)
+        return Content(listing, beginning, torch_metadata=torch_metadata)
 
     @functools.cached_property
     def _pieces(self) -> list[list[Numbered]]:

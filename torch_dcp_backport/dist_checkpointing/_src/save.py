@@ -102,6 +102,8 @@ class Saving(NamedTuple):
     strict_common: bool = False
     #: Of a save in the background: "process" or "thread", as of `saver.choice`.
     saved_by: str = saver.THREAD
+    #: Whether `.metadata` has torch's index beside ours.
+    torch_metadata: bool = True
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -156,6 +158,7 @@ class Planned(NamedTuple):
     written: Callable[[Output], None]
     is_hashed: bool
     saved_by: str
+    torch_metadata: bool
 
     def nothing(self) -> Output:
         """Return the output of a rank that wrote nothing."""
@@ -260,6 +263,7 @@ def plan_together(call: Call, saving: Attempt[Saving]) -> Planned:
         ready.saving.written,
         ready.saving.is_hashed,
         ready.saving.saved_by,
+        ready.saving.torch_metadata,
     )
 
 
@@ -343,7 +347,10 @@ def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.K
         outline = made.value.outline.digest
         own.set((made.value.digest, kept.number if kept else b"", compared, outline))
     with call.guard() as same:
-        same.set({"verify_integrity": str(bool(made.value.saving.is_hashed))})
+        saving = made.value.saving
+        same.set(
+            {"verify_integrity": str(bool(saving.is_hashed)), "torch_metadata": str(saving.torch_metadata)}
+        )
     with at_first(call, COMPARING, own, same) as meeting:
         if meeting.decides:
             # Of the table, of the kept plan, of the common state, and of the outline.
@@ -466,7 +473,8 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
                 description = planned.plan.description
                 assert description is not None, "the first rank has it"
                 outputs = meeting.heard
-                content = description.content(outputs, (len(planned.common), zlib.crc32(planned.common)))
+                facts = len(planned.common), zlib.crc32(planned.common)
+                content = description.content(outputs, facts, planned.torch_metadata)
                 commit.publish_described(planned.folder, content, planned.common, outputs, planned.is_hashed)
     except CheckpointingException as error:
         # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
