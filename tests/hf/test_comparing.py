@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torch_dcp_backport.hf import Part, Share
 from torch_dcp_backport.hf._src.comparing import STEP_BYTES, checksum, sum_of
-from torch_dcp_backport.hf._src.writing import Hand
+from torch_dcp_backport.hf._src.writing import HostBytes
 from torch_dcp_backport.transfer import TensorInfo
 from torch_dcp_backport.transfer._src.layout import whole
 
@@ -53,9 +53,9 @@ def test_signs_that_change_in_pairs_are_seen() -> None:
 def test_neither_default_device_nor_inference_mode_makes_a_difference(numel: int) -> None:
     value, box = torch.zeros(numel, dtype=torch.uint8) + 7, whole((numel,))
     share = Share({"x": TensorInfo((numel,), torch.uint8)}, {}, {"x": [Part(box, value)]})
-    hand = Hand(STEP_BYTES)
+    host_bytes = HostBytes(STEP_BYTES)
     with torch.inference_mode():
-        expected = checksum(share, "x", box, hand)
+        expected = checksum(share, "x", box, host_bytes)
     with torch.device("meta"):
-        assert checksum(share, "x", box, hand) == expected
-    assert checksum(share, "x", box, hand) == expected
+        assert checksum(share, "x", box, host_bytes) == expected
+    assert checksum(share, "x", box, host_bytes) == expected

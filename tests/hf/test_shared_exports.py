@@ -18,7 +18,7 @@ from torch_dcp_backport import hf
 from torch_dcp_backport.hf import Part, Share, spread_of
 from torch_dcp_backport.hf._src import sharing
 from torch_dcp_backport.hf._src.sharing import Deal
-from torch_dcp_backport.hf._src.writing import Files, Hand
+from torch_dcp_backport.hf._src.writing import Files, HostBytes
 from torch_dcp_backport.transfer import Box, Call, TensorInfo, groups_of
 
 
@@ -35,7 +35,7 @@ def test_a_box_is_written_where_it_belongs(tmp_path: Path, seed: int) -> None:
     infos = {"before": TensorInfo((3,), torch.int8), "x": TensorInfo(shape, value.dtype)}
     files = Files(infos, 10**6)
     files.make(tmp_path)
-    files.write_box("x", Box(offset, size), Hand(value.nbytes)(value[inside], value.dtype))
+    files.write_box("x", Box(offset, size), HostBytes(value.nbytes)(value[inside], value.dtype))
     files.close()
     (tmp_path / "config.json").write_text("{}")
     got = hf.Folder(tmp_path).part("x", Box((0,) * len(shape), shape))
@@ -166,7 +166,7 @@ def test_a_rank_that_cannot_write_is_one_error_and_no_export(ranks, tmp_path, br
 
 def cannot_say_where(api: Any, folder: Path) -> str:
     """The error of a save whose first rank has no memory to say where its files are."""
-    with mock.patch.object(Files, "seat", side_effect=MemoryError("no room")):
+    with mock.patch.object(Files, "shared_folder", side_effect=MemoryError("no room")):
         try:
             api.save_state_dict(state_of("rows"), folder, like=CONFIG)
         except RuntimeError as error:
@@ -186,10 +186,15 @@ def unseen(api: Any, folder: Path) -> bool:
     files = Files(infos, 100)
     if dist.get_rank() == 0:
         files.make(folder)
-    seat = files.seat(folder)
+    shared_folder = files.shared_folder(folder)
     dist.barrier()
-    assert seat is not None
-    found = [seat, seat._replace(boot="another"), seat._replace(inode=1), seat._replace(device=-1)]
+    assert shared_folder is not None
+    found = [
+        shared_folder,
+        shared_folder._replace(boot="another"),
+        shared_folder._replace(inode=1),
+        shared_folder._replace(device=-1),
+    ]
     return [Files(infos, 100).join(one) for one in found] == [True, False, False, False]
 
 

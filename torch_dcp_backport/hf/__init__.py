@@ -7,9 +7,9 @@ from torch_dcp_backport.hf._src.blocks import Part, Share, gaps
 from torch_dcp_backport.hf._src.export import Export, Saved, collect, export
 from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf._src.opening import opened
-from torch_dcp_backport.hf._src.sight import Sight, look
 from torch_dcp_backport.hf._src.source import Folder, Given, Source
 from torch_dcp_backport.hf._src.state import Filled, load_state_dict, save_adapter, save_state_dict
+from torch_dcp_backport.hf._src.visibility import Sight, look
 from torch_dcp_backport.transfer import spread_of
 
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
@@ -61,7 +61,7 @@ from torch_dcp_backport.hf._src.opening import (
     viewed as viewed,
     with_prefix as with_prefix,
 )
-from torch_dcp_backport.hf._src.sight import opened_together as opened_together
+from torch_dcp_backport.hf._src.visibility import opened_together as opened_together
 from torch_dcp_backport.hf._src.source import (
     CONFIG as CONFIG,
     Configuration as Configuration,
@@ -71,7 +71,7 @@ from torch_dcp_backport.hf._src.state import (
     HeldPart as HeldPart,
     LOAD as LOAD,
     names_of as names_of,
-    spelled_config as spelled_config,
+    config_text as config_text,
     tied_names as tied_names,
     unchecked as unchecked,
 )

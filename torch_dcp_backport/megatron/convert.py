@@ -95,7 +95,7 @@ CANNOT_CONVERT = "cannot convert"
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 #: Keys of Megatron's distributed optimizer in its own buckets: their layout is that of a TP x PP.
 IN_BUCKETS = re.compile(r"(^|\.)optimizer\.distributed\.dp_group_idx_\d+\.")
-#: What stands at the top of a sharded checkpoint; hidden files of a file system are nobody's.
+#: What is at the top of a sharded checkpoint; hidden files of a file system do not count.
 OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
 
 #: A file in a draft, without a name as soon as it is open, and where tensors begin in it.
@@ -333,7 +333,7 @@ def _stored_infos(
     call: Call, model: Whole, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """Return key -> shape and dtype in the checkpoint; parts in two dtypes in the files are a problem."""
-    sizes = {slot.key: param.shape for param in model.stand.params for slot in model.slots[param.name]}
+    sizes = {slot.key: param.shape for param in model.shard.params for slot in model.slots[param.name]}
     infos: dict[str, TensorInfo] = {}
     first: dict[str, str] = {}
     for slot, cut in cuts:

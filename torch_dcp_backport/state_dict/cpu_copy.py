@@ -205,12 +205,12 @@ def pairs(value: Any, other: Any, path: Path = ()) -> Iterator[tuple[Path, Any, 
     """
     if isinstance(value, Mapping):
         if not isinstance(other, Mapping) or set(value) != set(other):
-            raise mismatch(path, spell_keys(value), spell_keys(other))
+            raise mismatch(path, keys_text(value), keys_text(other))
         for key, child in value.items():
             yield from pairs(child, other[key], (*path, key))
     elif isinstance(value, (list, tuple)):
         if not isinstance(other, (list, tuple)) or len(value) != len(other):
-            raise mismatch(path, f"a list of {len(value)}", spell_keys(other))
+            raise mismatch(path, f"a list of {len(value)}", keys_text(other))
         for index, (child, other_child) in enumerate(zip(value, other)):
             yield from pairs(child, other_child, (*path, index))
     else:
@@ -263,7 +263,7 @@ def describe(value: object) -> str:
     return f"a tensor of {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
 
 
-def spell_keys(value: object) -> str:
+def keys_text(value: object) -> str:
     if isinstance(value, Mapping):
         return f"keys {sorted(map(str, value))[:8]}"
     if isinstance(value, (list, tuple)):

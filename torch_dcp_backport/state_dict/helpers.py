@@ -9,10 +9,10 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Group, full_tree
-from torch_dcp_backport.state_dict.course import Local, run
 from torch_dcp_backport.state_dict.cpu_copy import Tree
 from torch_dcp_backport.state_dict.destination import FIRST, fresh, unsharded
 from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner
+from torch_dcp_backport.state_dict.run import LocalLoad, run
 from torch_dcp_backport.state_dict.source import Carried, StateSource
 from torch_dcp_backport.state_dict.tree import check_types, rebuild, untouched
 from torch_dcp_backport.transfer import TensorInfo, group_ranks
@@ -130,11 +130,11 @@ def distribute_tensors(
         key: local_state_dict[key] for key in keys if isinstance(local_state_dict.get(key), tuple)
     }
     plan = DictPlan({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
-    course = Local(plan.planner(), StateSource({key: full for key, (_, full) in entries.items()}))
-    course.plan = plan.add(course.source.inventory())
+    load = LocalLoad(plan.planner(), StateSource({key: full for key, (_, full) in entries.items()}))
+    load.plan = plan.add(load.source.inventory())
     plan.local.update(plan.small)
-    course.call.raise_alone()
-    course.move(FIRST)
+    load.call.raise_alone()
+    load.move(FIRST)
     local_state_dict.update(plan.local)
 
 

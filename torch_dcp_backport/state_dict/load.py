@@ -1,6 +1,6 @@
 """A load of full tensors, and its wants as data: where each tensor goes on this rank.
 
-`course` and `transfer` decide the way of each tensor.
+`run` and `transfer` decide the way of each tensor.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LoadPlan:
 
 
 class Planner(NamedTuple):
-    """A loaded object, as `course.run` sees it: functions that plan a load of full tensors, and end it."""
+    """A loaded object, as `run.run` sees it: functions that plan a load of full tensors, and end it."""
 
     #: First words of an error.
     title: str

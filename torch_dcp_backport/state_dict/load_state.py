@@ -16,7 +16,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.course import run
 from torch_dcp_backport.state_dict.form import model_problem, optim_problem
 from torch_dcp_backport.state_dict.load import Planner, normal_mode
 from torch_dcp_backport.state_dict.model.apply import load_shards
@@ -28,6 +27,7 @@ from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
 from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.state_dict.run import run
 from torch_dcp_backport.state_dict.source import Sources, StateSource
 from torch_dcp_backport.state_dict.together import together
 from torch_dcp_backport.transfer import Problem
@@ -83,7 +83,7 @@ def load_state(
         return load_together(model, optimizers, optim_dict, info, problems, parts, then)
     if of_model and not info.full_state_dict:
         raise RuntimeError(str(of_model))
-    # FSDP1 and shards: torch's own loading code writes. All ranks hear of a bad model dict of whole tensors.
+    # FSDP1 and shards: torch's own loading code writes. A bad dict of whole tensors is an error on all ranks.
     if of_optimizers:
         raise RuntimeError(str(of_optimizers))
     prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
@@ -113,7 +113,7 @@ def load_model_state(
         outline = outline_for_load(model, info, problems)
         is_alone = outline.is_alone
     if is_alone:
-        # No other rank waits, so none needs to hear of it.
+        # No other rank waits, so none needs the problem.
         if problem:
             raise RuntimeError(str(problem))
         if not state_dict:

@@ -26,8 +26,8 @@ from torch_dcp_backport.hf import (
     OF_QUANTISED,
     TEMPLATES,
     as_config,
+    config_text,
     names_in,
-    spelled_config,
 )
 from torch_dcp_backport.publish import disk
 
@@ -191,7 +191,7 @@ def write_adapters(folder: Path, configs: Mapping[str, Any], base: str, model: A
         with told(f"the configuration of the adapter {name}"):
             write(
                 (folder / name if len(configs) > 1 else folder) / ADAPTER_CONFIG,
-                spelled_config(adapter_settings(config, base, model), 2).encode(),
+                config_text(adapter_settings(config, base, model), 2).encode(),
             )
 
 

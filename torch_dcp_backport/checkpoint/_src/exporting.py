@@ -40,12 +40,12 @@ from torch_dcp_backport.hf import (
     Window,
     adapters,
     checked,
+    config_text,
     examined,
     exported,
     nbytes_of,
     nbytes_of_window,
     not_one,
-    spelled_config,
     target_of,
     windows,
     write_files,
@@ -179,7 +179,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
         with call.guard("adapter"):
             if request.adapter == ALONE:
                 names = adapters.saved_names(model.infos, config, adapter, adapters.vocabulary_of(config))
-                target = target._replace(companions={ADAPTER_CONFIG: spelled_config(config, 2).encode()})
+                target = target._replace(companions={ADAPTER_CONFIG: config_text(config, 2).encode()})
             else:
                 plan = adapters.merged(model.infos, config, adapter)
                 names = plan.names

@@ -13,7 +13,7 @@ import torch
 
 from torch_dcp_backport.hf._src.blocks import Share, windows
 from torch_dcp_backport.hf._src.source import Source
-from torch_dcp_backport.hf._src.writing import Hand
+from torch_dcp_backport.hf._src.writing import HostBytes
 from torch_dcp_backport.transfer import Box, Call, Terms, as_bytes, chunks, holders_of, intersection
 
 #: Bytes of a tensor that are compared at once.
@@ -34,24 +34,24 @@ def differ(call: Call, share: Share, first_key: str, second_key: str) -> bool:
     firsts, seconds = (holders_of(share.spreads[key], ranks) for key in (first_key, second_key))
     regions = [common for first in firsts for second in seconds if (common := intersection(first, second))]
     own: dict[tuple[str, Box], bytes] = {}
-    hand = Hand(STEP_BYTES)
+    host_bytes = HostBytes(STEP_BYTES)
     for key, holders in ((first_key, firsts), (second_key, seconds)):
         mine = [box for box, having in holders.items() if having[0] == call.rank]
         for region in regions:
             if any(intersection(box, region) == region for box in mine):
                 with call.guard(key):
-                    own[key, region] = checksum(share, key, region, hand)
+                    own[key, region] = checksum(share, key, region, host_bytes)
     by_region: dict[tuple[str, Box], bytes] = {}
     for table in call.agree(terms=Terms(condition=f"{own}", note=own)).tables:
         by_region.update(table.note)
     return any(by_region[first_key, region] != by_region[second_key, region] for region in regions)
 
 
-def checksum(share: Share, key: str, region: Box, hand: Hand) -> bytes:
+def checksum(share: Share, key: str, region: Box, host_bytes: HostBytes) -> bytes:
     """Return a checksum of the bytes of a box that this rank holds, in the dtype of the files."""
     sums, products = [], torch.empty(STEP_BYTES // 8, dtype=torch.int64, device="cpu")
     for pieces in chunks([(key, region, share.tensors[key].dtype)], STEP_BYTES):
-        sums += [sum_of(hand(share.view(key, piece.box), piece.dtype), products) for piece in pieces]
+        sums += [sum_of(host_bytes(share.view(key, piece.box), piece.dtype), products) for piece in pieces]
     return b"".join(sums)
 
 

@@ -11,7 +11,7 @@ from typing import Optional
 
 from torch_dcp_backport.hf._src.blocks import Share
 from torch_dcp_backport.hf._src.files import ExportDraft
-from torch_dcp_backport.hf._src.writing import Files, Hand, Seat, run_of
+from torch_dcp_backport.hf._src.writing import Files, HostBytes, SharedFolder, run_of
 from torch_dcp_backport.transfer import Box, Call, TensorInfo, Terms, chunks, holders_of, whole
 
 #: Bytes of a tensor at once: the most that a copy takes, where the memory is not as the file has it.
@@ -20,7 +20,7 @@ STEP_BYTES = 4 * 2**20
 TURN_BYTES = 512 * 2**20
 #: Bytes: slices of shorter runs travel to the first rank instead, as a write for each run takes longer.
 SHORTEST_RUN = 512
-SEAT = ("seat",)
+SHARED_FOLDER = ("shared folder",)
 
 
 @contextlib.contextmanager
@@ -39,14 +39,14 @@ def sharing(
     """
     mine: Optional[dict[tuple[str, ...], object]] = None
     with call.guard():
-        mine = {SEAT: draft.files.seat(draft.folder)} if draft is not None else None
-    seat: Optional[Seat] = call.publish(mine)[SEAT]
+        mine = {SHARED_FOLDER: draft.files.shared_folder(draft.folder)} if draft is not None else None
+    shared_folder: Optional[SharedFolder] = call.publish(mine)[SHARED_FOLDER]
     files = draft.files if draft is not None else None
     joined: Optional[Files] = None
-    if draft is None and seat is not None:
+    if draft is None and shared_folder is not None:
         with call.guard():
-            joined = Files(tensors, file_bytes, seat.tag, shapes=shapes)
-            files = joined if joined.join(seat) else None
+            joined = Files(tensors, file_bytes, shared_folder.tag, shapes=shapes)
+            files = joined if joined.join(shared_folder) else None
     try:
         tables = call.agree(terms=Terms(condition=f"{files is not None}", note=files is not None)).tables
         yield files, tuple(sorted(rank for table in tables if table.note for rank in table.ranks))
@@ -133,7 +133,7 @@ def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> N
         for run in chunks(((key, box, tensors[key].dtype) for key, box in own), STEP_BYTES)
         for piece in run
     )
-    hand = Hand(STEP_BYTES)
+    host_bytes = HostBytes(STEP_BYTES)
     with call.tally.phase("move"):
         for _ in range(deal.turns):
             left = TURN_BYTES
@@ -143,7 +143,11 @@ def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> N
                     assert files is not None, "it is a writer"
                     parts = share.views(key, piece.box)
                     is_one = len(parts) == 1
-                    data = hand(parts[0].into, piece.dtype) if is_one else hand.of_parts(piece, parts)
+                    data = (
+                        host_bytes(parts[0].into, piece.dtype)
+                        if is_one
+                        else host_bytes.of_parts(piece, parts)
+                    )
                     files.write_box(key, piece.box, data)
                 call.tally.meter.add(piece.nbytes)
                 left -= piece.nbytes

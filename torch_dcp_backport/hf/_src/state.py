@@ -40,8 +40,8 @@ from torch_dcp_backport.hf._src.files import ADAPTER_FILES
 from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf._src.format import CODES, encodable, is_plain
 from torch_dcp_backport.hf._src.moving import bring_window
-from torch_dcp_backport.hf._src.sight import look, opened_together
 from torch_dcp_backport.hf._src.source import CONFIG, Configuration, Source
+from torch_dcp_backport.hf._src.visibility import look, opened_together
 from torch_dcp_backport.transfer import (
     SHOWN,
     Agreement,
@@ -154,7 +154,7 @@ def save_state_dict(
         with call.guard("adapter"):
             config = None if adapter is None else adapters.as_settings(adapter)
         common = {"how": repr(target.how), "folder": str(target.folder)}
-        common["adapter"] = f"{adapter_name} {spelled_config(without_place(config))}"
+        common["adapter"] = f"{adapter_name} {config_text(without_place(config))}"
         if transposed:
             common["transposed"] = str(sorted(transposed.items()))
         agreement = agree_on_state(call, held, common)
@@ -238,14 +238,14 @@ def save_adapter(
             if not names:
                 raise ValueError(f"no tensor of an adapter {name!r}")
         common = {"folder": str(folder), "name": name, "overwrite": str(overwrite)}
-        common["adapter"] = spelled_config(without_place(config))
+        common["adapter"] = config_text(without_place(config))
         agreement = agree_on_state(call, held, common)
         own = {name: held[key] for name, key in names.items()}
         tensors = exported({name: (part.info,) for name, part in own.items()}, Export())
         share = share_of(call, own, tensors)
         # A single file: peft knows no index.
         how = checked(Export(file_bytes=2**62, overwrite=overwrite))
-        text = spelled_config(config, indent=2).encode()
+        text = config_text(config, indent=2).encode()
         target = ExportTarget(Path(folder), how, {ADAPTER_CONFIG: text}, None, ADAPTER_FILES, True)
         call.settle()
         bring = functools.partial(bring_window, call, agreement, share)
@@ -257,7 +257,7 @@ def without_place(config: Optional[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in (config or {}).items() if key != "base_model_name_or_path"}
 
 
-def spelled_config(config: Any, indent: Optional[int] = None) -> str:
+def config_text(config: Any, indent: Optional[int] = None) -> str:
     """Return an adapter's configuration as JSON; sets in a fixed order."""
 
     def plain(value: Any) -> Any:
@@ -351,40 +351,40 @@ def load_state_dict(
         held = held_of(call, state_dict, is_written=True)
         dtypes = {key: part.info.dtype for key, part in held.items()}
         source = call.attempt(lambda seen: as_held(seen, dtypes), opened_together(call, folder, files))
-        sight = look(call, source, files)
+        visibility = look(call, source, files)
         held, tied = agree_on_names(call, held)
         agreement = agree_on_state(call, held, {})
         filled: dict[str, str] = {}
-        spare = [name for name in sight.tensors if name not in held]
+        spare = [name for name in visibility.tensors if name not in held]
         absent = 0
         for keys in names_of(held, tied):
-            present = [key for key in keys if key in sight.tensors]
+            present = [key for key in keys if key in visibility.tensors]
             for key in present:
-                call.problems += misfits(key, held[key].info, sight.tensors[key])
+                call.problems += misfits(key, held[key].info, visibility.tensors[key])
             if not present:
                 # A model may lack as many names as the files have others: only those that an error shows get
                 # a hint.
                 hint = near(keys[0], spare) if absent < SHOWN else ""
                 absent += 1
                 call.problems.append(Problem("not in the files", keys[0], hint))
-            elif sight.source is not None and call.is_first:
+            elif visibility.source is not None and call.is_first:
                 for key in present[1:]:
-                    call.problems += other_values(call, sight.source, key, present[0])
+                    call.problems += other_values(call, visibility.source, key, present[0])
             filled.update(dict.fromkeys(keys, present[0] if present else ""))
-        if call.problems and call.is_first and sight.source is not None:
-            method = quantisation_of(sight.source.config)
+        if call.problems and call.is_first and visibility.source is not None:
+            method = quantisation_of(visibility.source.config)
             if method:
                 what = "quantised weights, of which those in fp8 in blocks alone are read as they were"
                 call.problems.append(Problem(what, CONFIG, method))
-        tensors = {key: sight.tensors[key] for key in held if filled[key] == key}
+        tensors = {key: visibility.tensors[key] for key in held if filled[key] == key}
         share = share_of(call, held, tensors)
         call.settle()
-        if sight.is_shared:
-            assert sight.source is not None, "every rank reads"
-            bytes_read = fill_here(call, sight.source, share)
+        if visibility.is_shared:
+            assert visibility.source is not None, "every rank reads"
+            bytes_read = fill_here(call, visibility.source, share)
         else:
-            bytes_read = fill_from_first(call, agreement, sight.source, share)
-        left = tuple(key for key in sight.tensors if key not in held)
+            bytes_read = fill_from_first(call, agreement, visibility.source, share)
+        left = tuple(key for key in visibility.tensors if key not in held)
         others = {key: name for key, name in filled.items() if key != name}
         return Filled(tuple(tensors), left, others, bytes_read)
 
@@ -488,12 +488,12 @@ def agree_on_state(call: Call, held: Mapping[str, HeldPart], options: Mapping[st
         RuntimeError: some rank has problems, or another tensor than the first rank; on every rank.
     """
     kinds = {part.local.device.type for part in held.values()}
-    common = {key: spelled(part) for key, part in held.items()}
+    common = {key: text_of(part) for key, part in held.items()}
     device = kinds.pop() if len(kinds) == 1 else ""
     return call.agree(terms=Terms(device=device, common={**options, **common}))
 
 
-def spelled(held: HeldPart) -> str:
+def text_of(held: HeldPart) -> str:
     shape, mesh, placements = held.layout.shape, held.layout.mesh, held.layout.placements
     text = f"{held.local.dtype} {shape}"
     return f"{text}, placements {placements} on the mesh {mesh.signature}" if mesh else text

@@ -53,7 +53,7 @@ def planned(
     return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": keys for number, keys in enumerate(files, 1)}
 
 
-class Seat(NamedTuple):
+class SharedFolder(NamedTuple):
     """The folder of files under way, and the facts by which another process knows that it sees the same."""
 
     folder: str
@@ -118,26 +118,30 @@ class Files:
             reserve(file, size)
             disk.write_all(file, header, 0)
 
-    def seat(self, folder: Path) -> Optional[Seat]:
-        """Return the seat by which other processes join the files; None where they could not be sure."""
+    def shared_folder(self, folder: Path) -> Optional[SharedFolder]:
+        """Return the facts by which other processes join the files; None where they could not be sure."""
         try:
             boot, stat = drafts.boot(), os.stat(folder)
         except OSError:
             return None
-        return Seat(str(folder), self.tag, boot, stat.st_dev, stat.st_ino) if boot else None
+        return SharedFolder(str(folder), self.tag, boot, stat.st_dev, stat.st_ino) if boot else None
 
-    def join(self, seat: Seat) -> bool:
+    def join(self, shared_folder: SharedFolder) -> bool:
         """Open the files of another process; return whether they are in the same folder on this machine.
 
         On another machine, which may cache parts of the same pages, they are not opened.
         """
         try:
-            folder = os.open(seat.folder, os.O_RDONLY | os.O_DIRECTORY)
+            folder = os.open(shared_folder.folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return False
         try:
             stat = os.fstat(folder)
-            if (drafts.boot(), stat.st_dev, stat.st_ino) != (seat.boot, seat.device, seat.inode):
+            if (drafts.boot(), stat.st_dev, stat.st_ino) != (
+                shared_folder.boot,
+                shared_folder.device,
+                shared_folder.inode,
+            ):
                 return False
             for name in self.names:
                 self._open[name] = disk.open_own(Path(name), os.O_RDWR, dir_fd=folder)
@@ -229,7 +233,7 @@ def starts_of(box: Box, shape: tuple[int, ...]) -> Iterator[int]:
         yield base + sum(index * step for index, step in zip(place, steps))
 
 
-class Hand:
+class HostBytes:
     """Gives the bytes of tensors as a file has them: the memory itself where it is so, else a small copy."""
 
     def __init__(self, nbytes: int) -> None:

@@ -29,8 +29,8 @@ from torch_dcp_backport.megatron._src.model import (
     Layers,
     Local,
     Models,
+    ModelShard,
     Parallel,
-    Stand,
     chunks_of,
     describe,
     unwrapped,
@@ -92,7 +92,7 @@ class Agreed(NamedTuple):
     target: Optional[ExportTarget] = None
 
 
-def agree_on_load(call: Call, given: Attempt[GivenModules], sight: Sight, value_head: bool) -> Agreed:
+def agree_on_load(call: Call, given: Attempt[GivenModules], visibility: Sight, value_head: bool) -> Agreed:
     """Fit this rank's modules to the files.
 
     Args:
@@ -101,19 +101,21 @@ def agree_on_load(call: Call, given: Attempt[GivenModules], sight: Sight, value_
     Raises:
         RuntimeError: some rank has problems; on every rank, before anything was written.
     """
-    local, shape, agreement = _describe_to_all(call, given, sight.config, {"value_head": bool(value_head)})
-    spreading = Spreading(agreement.tables, shape, head_of(shape, sight.tensors, value_head))
+    local, shape, agreement = _describe_to_all(
+        call, given, visibility.config, {"value_head": bool(value_head)}
+    )
+    spreading = Spreading(agreement.tables, shape, head_of(shape, visibility.tensors, value_head))
     left: dict[str, str] = {}
     if not spreading.problems:
         call.problems += shared_memory(local, spreading)
-        check_files(sight.tensors, spreading)
-        left = left_alone(sight.tensors, spreading)
-        if sight.source is not None and call.is_first:
+        check_files(visibility.tensors, spreading)
+        left = left_alone(visibility.tensors, spreading)
+        if visibility.source is not None and call.is_first:
             with call.guard(HEAD):
-                call.problems += other_copies(sight.source, shape, left, spreading.head)
+                call.problems += other_copies(visibility.source, shape, left, spreading.head)
     call.problems += spreading.problems
     call.settle()
-    tensors = {key: info for key, info in sight.tensors.items() if key in spreading.spreads}
+    tensors = {key: info for key, info in visibility.tensors.items() if key in spreading.spreads}
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
 
 
@@ -208,14 +210,14 @@ def _terms_of(local: Local, shape: Shape, options: Mapping[str, object]) -> Term
     common.update((f"{name} of {CONFIG}", repr(value)) for name, value in shape.described.items())
     # Each process has tables of its own.
     common[f"the table of {shape.kind}"] = digest_of(shape.family)
-    return Terms(local.device, f"{local.stand}", note=local.stand, common=common)
+    return Terms(local.device, f"{local.shard}", note=local.shard, common=common)
 
 
 def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInfo]) -> Share:
     """Return the blocks that each rank holds of the tensors, and this rank's memory of its own."""
     parts: dict[str, list[Part]] = {}
-    for param in local.stand.params:
-        holding = spreading.holding(local.stand, param)
+    for param in local.shard.params:
+        holding = spreading.holding(local.shard, param)
         for cut in holding.cuts if holding is not None else ():
             memory = cut.in_tensor(part_of(local.memory[param.name], whole(param.shape), cut.at))
             parts.setdefault(cut.key, []).append(Part(cut.box, memory))
@@ -228,10 +230,10 @@ def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:
     """Return problems for parameters of this rank that lie in the same memory: a load would write both."""
     problems = []
     spans: list[tuple[str, int, int, str, Optional[Holding]]] = []
-    for param in local.stand.params:
+    for param in local.shard.params:
         memory = local.memory[param.name]
         if memory.is_contiguous() and memory.numel():
-            holding = spreading.holding(local.stand, param)
+            holding = spreading.holding(local.shard, param)
             spans.append((str(memory.device), *span_of(memory), param.name, holding))
     spans.sort(key=lambda span: span[:3])
     for (device, _, stop, name, first), (other_device, start, _, other_name, second) in zip(spans, spans[1:]):
@@ -243,9 +245,9 @@ def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:
     return problems
 
 
-def head_held(shape: Shape, stands: list[Stand]) -> Head:
+def head_held(shape: Shape, shards: list[ModelShard]) -> Head:
     """Return the head that the ranks hold, by its rows."""
-    rows = {param.shape[:1] for stand in stands for param in stand.params if param.role.cut == "head"}
+    rows = {param.shape[:1] for shard in shards for param in shard.params if param.role.cut == "head"}
     if rows == {(1,)} and shape.vocab > 1:
         return Head(VALUE_HEADS[0], True)
     return Head(None if shape.tied and not rows else HEAD)

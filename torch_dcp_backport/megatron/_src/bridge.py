@@ -152,13 +152,13 @@ def load(
         asked = call.attempt(ask)
         seen = opened_together(call, call.attempt(lambda pair: pair[0], asked), files)
         source = call.attempt(as_text, seen)
-        sight = look(call, source, files)
-        agreed = agree_on_load(call, call.attempt(lambda pair: pair[1], asked), sight, value_head)
-        if sight.is_shared:
-            assert sight.source is not None, "every rank reads"
-            bytes_read = fill_here(call, sight.source, agreed.share)
+        visibility = look(call, source, files)
+        agreed = agree_on_load(call, call.attempt(lambda pair: pair[1], asked), visibility, value_head)
+        if visibility.is_shared:
+            assert visibility.source is not None, "every rank reads"
+            bytes_read = fill_here(call, visibility.source, agreed.share)
         else:
-            bytes_read = fill_from_first(call, agreed.agreement, sight.source, agreed.share)
+            bytes_read = fill_from_first(call, agreed.agreement, visibility.source, agreed.share)
         return finished(agreed, bytes_read)
 
 
@@ -186,7 +186,7 @@ def as_in_table(source: Source) -> Source:
     try:
         shape = shape_of(source.config)
     except ValueError:
-        # The ranks hear of it when they agree.
+        # The ranks get it when they agree.
         return source
     if shape.kind in TURNED_BY_5:
         source = turned(source, shape.turned(source.tensors), (1, 2))
@@ -203,8 +203,8 @@ def finished(agreed: Agreed, bytes_read: int) -> Loaded:
     padded: dict[str, int] = {}
     cast: dict[str, torch.dtype] = {}
     kept: list[str] = []
-    for param in local.stand.params:
-        holding = agreed.spreading.holding(local.stand, param)
+    for param in local.shard.params:
+        holding = agreed.spreading.holding(local.shard, param)
         if holding is None:
             kept.append(param.name)
             continue

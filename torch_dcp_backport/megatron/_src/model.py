@@ -107,17 +107,17 @@ class Param(NamedTuple):
     dtype: torch.dtype
 
 
-class Stand(NamedTuple):
-    """A rank's parameters, and its place. Replicas are ranks with equal stands."""
+class ModelShard(NamedTuple):
+    """A rank's parameters, and its place. Replicas are ranks with equal shards."""
 
     place: Place
     params: tuple[Param, ...]
 
 
 class Local(NamedTuple):
-    """This rank's stand, and the memory behind it."""
+    """This rank's shard, and the memory behind it."""
 
-    stand: Stand
+    shard: ModelShard
     #: Parameter name -> the tensor, detached.
     memory: dict[str, torch.Tensor]
 
@@ -173,7 +173,7 @@ def describe(
             params.append(Param(prefix + name, role, layer, tuple(param.shape), param.dtype))
             memory[prefix + name] = param.detach()
     return Local(
-        Stand(Place(style.name, where.tp_rank, where.tp_size, *where.experts), tuple(params)), memory
+        ModelShard(Place(style.name, where.tp_rank, where.tp_size, *where.experts), tuple(params)), memory
     )
 
 

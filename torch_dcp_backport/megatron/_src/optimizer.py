@@ -617,7 +617,8 @@ def regrouped(
             if alone not in first:
                 raise CheckpointingException(
                     f"the experts' parameters in {source.opened.folder} have a group of their own, which an "
-                    f"optimizer at EP 1 has not: {_told(alone)}; others have {'; '.join(map(_told, first))}"
+                    f"optimizer at EP 1 has not: {group_text(alone)}; "
+                    f"others have {'; '.join(map(group_text, first))}"
                 )
         return {None: result[0]}
     groups = groups_in(nodes[None])
@@ -633,7 +634,7 @@ def regrouped(
         if len(fitting) != 1:
             raise CheckpointingException(
                 f"it is not known which of {len(groups)} parameter groups in {source.opened.folder} experts "
-                f"are in: {'; '.join(map(_told, groups))}"
+                f"are in: {'; '.join(map(group_text, groups))}"
             )
         theirs.append({**fitting[0], "is_expert_parallel": True})
     inner = {**result[None]["optimizer"], "param_groups": theirs}
@@ -654,7 +655,7 @@ def groups_in(node: Mapping[str, Any]) -> list[dict[str, Any]]:
         ) from None
 
 
-def _told(group: Mapping[str, Any]) -> str:
+def group_text(group: Mapping[str, Any]) -> str:
     names = ("wd_mult", "lr_mult", "is_decoupled_lr", "lr", "weight_decay", "step")
     return ", ".join(f"{name} {group[name]}" for name in names if name in group)
 

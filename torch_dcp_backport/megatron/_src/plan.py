@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from torch_dcp_backport.hf import gaps, is_plain, spread_of
 from torch_dcp_backport.megatron._src.cuts import Holding, holding_of, value_head
-from torch_dcp_backport.megatron._src.model import Param, Stand
+from torch_dcp_backport.megatron._src.model import ModelShard, Param
 from torch_dcp_backport.megatron._src.names import (
     COMPUTED,
     EMBED,
@@ -43,31 +43,33 @@ class Spreading:
     """A model's HF tensors on all ranks. All that does not fit is in `problems`."""
 
     def __init__(self, tables: Iterable[WantTable], shape: Shape, head: Head) -> None:
-        """`tables`: the ranks' stands, as notes of an agreement."""
+        """`tables`: the ranks' shards, as notes of an agreement."""
         self.shape = shape
         self.head = head
         self.problems: list[Problem] = []
         #: HF key -> rank -> blocks.
         self.blocks: dict[str, dict[int, list[Box]]] = {}
-        #: HF key -> its holders: the first rank of equal stands, and the parameter.
+        #: HF key -> its holders: the first rank of equal shards, and the parameter.
         self.holders: dict[str, list[Holder]] = {}
-        self.stands: list[tuple[tuple[int, ...], Stand]] = [(table.ranks, table.note) for table in tables]
-        for size, style, etp in sorted({size_of(stand) for _, stand in self.stands}):
+        self.shards: list[tuple[tuple[int, ...], ModelShard]] = [
+            (table.ranks, table.note) for table in tables
+        ]
+        for size, style, etp in sorted({size_of(shard) for _, shard in self.shards}):
             self.problems += misfits(shape, size, style, etp)
-        self.problems += stage_faults(self.stands)
+        self.problems += stage_faults(self.shards)
         #: HF key -> the blocks of every rank, in the order of an export.
         self.spreads: dict[str, Boxes] = {}
         if not self.problems:
-            for ranks, stand in self.stands:
-                for param in stand.params:
-                    self._add(ranks, stand, param)
+            for ranks, shard in self.shards:
+                for param in shard.params:
+                    self._add(ranks, shard, param)
         if not self.problems:
             for key in sorted(self.blocks, key=self.shape.order):
                 self.spreads[key] = spread_of(self.size_of(key), self.blocks[key])
                 gap = gaps(key, self.spreads[key])
                 self.problems += [problem._replace(key=self.named(key)) for problem in gap]
 
-    def holding(self, stand: Stand, param: Param) -> Optional[Holding]:
+    def holding(self, shard: ModelShard, param: Param) -> Optional[Holding]:
         """Return the cuts of a parameter; None for a head that is left as it is.
 
         Raises:
@@ -80,9 +82,9 @@ class Spreading:
             if self.head.is_value:
                 return value_head(self.head.key, self.shape)
             role, keys = role._replace(cut="vocab"), (self.head.key,)
-        return holding_of(role, keys, self.shape, stand.place, param.shape)
+        return holding_of(role, keys, self.shape, shard.place, param.shape)
 
-    def _add(self, ranks: tuple[int, ...], stand: Stand, param: Param) -> None:
+    def _add(self, ranks: tuple[int, ...], shard: ModelShard, param: Param) -> None:
         size = (1, self.shape.hidden)
         if self.head.is_value and param.role.cut == "head" and param.shape != size:
             # Also where it would be left as it is: no file has values for it.
@@ -90,7 +92,7 @@ class Spreading:
             self.problems.append(Problem("wrong shape", key, f"{param.shape}", f"{size}"))
             return
         try:
-            holding = self.holding(stand, param)
+            holding = self.holding(shard, param)
         except ValueError as error:
             self.problems.append(Problem(str(error), f"{param.name} of {spell(ranks)}"))
             return
@@ -142,18 +144,18 @@ class Spreading:
         ]
 
 
-def size_of(stand: Stand) -> tuple[int, str, int]:
+def size_of(shard: ModelShard) -> tuple[int, str, int]:
     """Return the sizes and the style that the numbers of the model have to fit."""
-    return stand.place.tp_size, stand.place.style, stand.place.etp_size
+    return shard.place.tp_size, shard.place.style, shard.place.etp_size
 
 
-def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Problem]:
+def stage_faults(shards: Sequence[tuple[tuple[int, ...], ModelShard]]) -> list[Problem]:
     """Return problems for layers that are twice in a rank, or in two stages."""
     problems = []
     stages: dict[frozenset[int], tuple[int, ...]] = {}
-    for ranks, stand in stands:
+    for ranks, shard in shards:
         names: dict[tuple[object, Optional[int]], str] = {}
-        for param in stand.params:
+        for param in shard.params:
             key = param.role, param.layer
             if key in names:
                 got = f"{names[key]} and {param.name}"
@@ -161,7 +163,7 @@ def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Proble
                     Problem("held twice", f"{hf_keys(*key)[0]} on {spell(ranks)}", got, "one parameter")
                 )
             names[key] = param.name
-        layers = frozenset(param.layer for param in stand.params if param.layer is not None)
+        layers = frozenset(param.layer for param in shard.params if param.layer is not None)
         stages[layers] = tuple(sorted({*stages.get(layers, ()), *ranks}))
     known = list(stages.items())
     for number, (layers, ranks) in enumerate(known):

@@ -145,10 +145,10 @@ class Shape:
     def turned(self, tensors: Mapping[str, TensorInfo]) -> set[str]:
         """Return the keys of packed tensors of layers whose files have an expert's two dimensions exchanged.
 
-        One of a layer's two tensors tells it where the other one is square.
+        Where one of a layer's two tensors is square, the other one decides.
         """
         known, layers = _tensors(self.family), dict[str, list[str]]()
-        told: set[str] = set()
+        turned_layers: set[str] = set()
         for key, info in tensors.items():
             layer = LAYER.match(key)
             tensor = known.get(key[layer.end() :]) if layer else None
@@ -157,8 +157,8 @@ class Shape:
             layers.setdefault(layer[0], []).append(key)
             count, first, second = self.folded([key]).get(key, self.hf_shape(key))
             if info.shape == (count, second, first) and first != second:
-                told.add(layer[0])
-        return {key for layer in told for key in layers[layer]}
+                turned_layers.add(layer[0])
+        return {key for layer in turned_layers for key in layers[layer]}
 
     def order(self, key: str) -> tuple[int, int, int, str]:
         """Return a key's place in an export, for sorting: embedding, layers, norm, heads."""

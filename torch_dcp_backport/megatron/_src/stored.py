@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.megatron._src.cuts import Cut, Place, holding_of
-from torch_dcp_backport.megatron._src.model import Param, Stand
+from torch_dcp_backport.megatron._src.model import ModelShard, Param
 from torch_dcp_backport.megatron._src.names import LAYERS, STYLES, Role, hf_keys
 from torch_dcp_backport.megatron._src.plan import Head, Spreading
 from torch_dcp_backport.megatron._src.shape import Shape
@@ -114,16 +114,16 @@ class Whole:
                 size = holding_of(role, hf_keys(role, layer), shape, ALONE, ()).shape
             params.append(Param(name, role, layer, size, torch.bfloat16))
             self.slots[name] = slots
-        self.stand = Stand(ALONE, tuple(params))
+        self.shard = ModelShard(ALONE, tuple(params))
 
     def spreading(self, head: Head) -> Spreading:
         """Return the model's HF tensors; what does not fit is in their problems."""
-        return Spreading([WantTable({}, (0,), note=self.stand)], self.shape, head)
+        return Spreading([WantTable({}, (0,), note=self.shard)], self.shape, head)
 
     def cuts(self, spreading: Spreading) -> Iterator[tuple[Slot, Cut]]:
         """Yield (slot, cut): a box of an HF tensor, and the stored tensor that has it."""
-        for param in self.stand.params:
-            holding = spreading.holding(self.stand, param)
+        for param in self.shard.params:
+            holding = spreading.holding(self.shard, param)
             for cut in holding.cuts if holding is not None else ():
                 yield from ((slot, cut) for slot in self.slots[param.name])
 
@@ -182,7 +182,7 @@ def misfits_of(model: Whole, stored: Mapping[str, TensorInfo]) -> list[Problem]:
     """Return problems for tensors that a checkpoint lacks, has in another shape, or has beyond the model."""
     problems: list[Problem] = []
     used: set[str] = set()
-    for param in model.stand.params:
+    for param in model.shard.params:
         slot = model.slots[param.name][0]
         if slot.key in used:
             continue

@@ -103,8 +103,8 @@ class AbsentStates:
             self.miss(fqn, NO_STATE)
 
     def miss_some(self, fqn: str, names: Collection[str]) -> None:
-        spelled = ", ".join(map(repr, sorted(names)))
-        self.miss(fqn, f"{spelled} {'are' if len(names) > 1 else 'is'} not among its saved states")
+        listed = ", ".join(map(repr, sorted(names)))
+        self.miss(fqn, f"{listed} {'are' if len(names) > 1 else 'is'} not among its saved states")
 
     def miss(self, fqn: str, reason: str) -> None:
         self.beginning.missing.setdefault(reason, []).append(fqn)

@@ -165,7 +165,7 @@ def plan_optimizer(outline: OptimOutline, inventory: Inventory, problems: list[P
             if fqn not in fqns
         ]
     drop_replaced(plan.values, inventory)
-    settle_absent(plan, inventory)
+    decide_absent(plan, inventory)
     for path, offer in inventory.items():
         if path[0] == GROUPS:
             plan_group_value(plan, path, offer)
@@ -208,7 +208,7 @@ def drop_replaced(values: dict[Path, Any], inventory: Inventory) -> None:
         del values[path]
 
 
-def settle_absent(plan: OptimPlan, inventory: Inventory) -> None:
+def decide_absent(plan: OptimPlan, inventory: Inventory) -> None:
     """Decide about the parameters that start from nothing: those not in the checkpoint stay so.
 
     A parameter with some of its states gets the others as a first step would find them.

@@ -1,4 +1,4 @@
-"""The course of every load of full tensors: inventory, plan, agreement, movement, settling."""
+"""The steps of every load of full tensors: inventory, plan, agreement, movement, values to their owners."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def run(
             RuntimeError on the others.
     """
     source = state if isinstance(state, StateSource) else StateSource(state)
-    course = Broadcast(planner, source, group) if broadcast else Local(planner, source)
+    load = BroadcastLoad(planner, source, group) if broadcast else LocalLoad(planner, source)
     try:
-        with course.call:
-            course.agree()
+        with load.call:
+            load.agree()
             once_agreed()
-            course.carry_out()
-        return course.plan
+            load.carry_out()
+        return load.plan
     finally:
         # The traceback of an error refers to this frame: tensors are not to live as long.
-        course.plan.destinations.clear()
-        course.by_stage.clear()
+        load.plan.destinations.clear()
+        load.by_stage.clear()
         source.release()
 
 
-class Course:
+class Load:
     """One load, from the inventory to its end."""
 
     def __init__(self, planner: Planner, source: StateSource, call: Call) -> None:
@@ -92,7 +92,7 @@ class Course:
         raise NotImplementedError
 
     def move(self, stage: str) -> None:
-        """Fill the destinations of a stage, and settle them."""
+        """Fill the destinations of a stage, and give them to their owners."""
         raise NotImplementedError
 
     def fetch(self, stage: str) -> None:
@@ -103,7 +103,7 @@ class Course:
         """`move`, for the stages that this rank's loading code does not look at."""
 
     def carry_out(self) -> None:
-        """Move and apply; where code outside torch takes part on any rank, all hear of a failure."""
+        """Move and apply; where code outside torch takes part on any rank, all get the error."""
         try:
             self.move(FIRST)
             self.planner.apply(self.plan, self.fetch)
@@ -144,14 +144,14 @@ class Course:
         rank = self.call.rank
         return {key: target_of(destination, rank) for key, destination in self.destinations_of(stage).items()}
 
-    def settle(self, targets: Mapping[Key, Target]) -> None:
+    def give(self, targets: Mapping[Key, Target]) -> None:
         """Give the owners of filled targets their values."""
         for key, target in targets.items():
             destination = self.plan.destinations[key]
             self.plan.take(destination.owner, value_of(destination, target.tensor))
 
     def fill_from(self, reader: Reader, targets: Mapping[Key, Target]) -> None:
-        """Fill targets from this rank's memory, and settle them."""
+        """Fill targets from this rank's memory, and give them to their owners."""
         with self.call.tally.phase("move"):
             for key, target in targets.items():
                 if target.box.numel:
@@ -159,12 +159,12 @@ class Course:
                     copy_to(target.tensor, reader.piece(key, target.box, shape))
                 self.written.append(key)
                 reader.release()
-            self.settle(targets)
+            self.give(targets)
         self.call.tally.tensors += len(targets)
         self.call.tally.close()
 
 
-class Broadcast(Course):
+class BroadcastLoad(Load):
     """From the dict of the group's first rank."""
 
     def __init__(self, planner: Planner, source: StateSource, group: Optional[dist.ProcessGroup]) -> None:
@@ -270,7 +270,7 @@ class Broadcast(Course):
                 self.by_window,
             )
             scatter(self.call, offer, targets, self.agreement, self.relays)
-            self.settle(targets)
+            self.give(targets)
         self.call.is_settled = False
 
     def move_values(self, values: inline.InlineReader, targets: Mapping[Key, Target]) -> None:
@@ -281,16 +281,16 @@ class Broadcast(Course):
         tally.meter.expect(lambda: values.nbytes)
         (tally.sent if self.is_source else tally.received)(values.nbytes)
 
-        def story() -> str:
+        def text() -> str:
             doing = "copying what came with the inventory", list(targets)[len(written) : len(written) + 1]
             return f"{self.call.title}: {spell_broken_off(self.call.rank, doing, written)}"
 
-        with as_transfer_error(story):
+        with as_transfer_error(text):
             # A target may be the source's own tensor: no copy of it stands in between.
             self.fill_from(self.source if self.is_source else values, targets)
 
 
-class Local(Course):
+class LocalLoad(Load):
     """From this rank's dict, which holds full tensors."""
 
     def __init__(self, planner: Planner, source: StateSource) -> None:

@@ -108,8 +108,8 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
         >>> tensors = {"w": torch.zeros(2)}
         >>> with Call("cannot load", "fill", ()) as call:
         ...     source = call.attempt(hf.Given, tensors, {"model_type": "small"})
-        ...     sight = hf.look(call, source)
-        >>> sight.is_shared, list(sight.tensors)
+        ...     visibility = hf.look(call, source)
+        >>> visibility.is_shared, list(visibility.tensors)
         (True, ['w'])
     """
     with call.guard():
