@@ -41,7 +41,7 @@ PUBLIC: dict[str, tuple[str, ...] | None] = {
     ".transfer": ("configure", "last_report", "reshard", "Report", "Progress", "TransferError"),
     ".dist_checkpointing": None,
     ".checkpoint": None,
-    ".hf": ("load_state_dict", "save_state_dict", "save_adapter", "opened", "Export", "Filled", "Saved"),
+    ".hf": None,
     ".megatron": None,
     ".engine": None,
 }

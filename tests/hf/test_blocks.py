@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torch_dcp_backport.hf import Part, Share, gaps, spread_of
-from torch_dcp_backport.transfer import Box, Problem, TensorInfo
+from torch_dcp_backport.hf import Part, Share, gaps
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo, spread_of
 from torch_dcp_backport.transfer._src import spread
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from test_state_dicts import CONFIG, MESHES, VALUES, bits, state_of
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf import Part, Share, spread_of
+from torch_dcp_backport.hf import Part, Share
 from torch_dcp_backport.hf._src import sharing
 from torch_dcp_backport.hf._src.sharing import Deal
 from torch_dcp_backport.hf._src.writing import Files, HostBytes
-from torch_dcp_backport.transfer import Box, Call, TensorInfo, groups_of
+from torch_dcp_backport.transfer import Box, Call, TensorInfo, groups_of, spread_of
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -19,8 +19,9 @@ from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.regression import meter
 from torch_dcp_backport.state_dict.model.load import model_planner
 from torch_dcp_backport.state_dict.model.outline import outline_of
-from torch_dcp_backport.state_dict.options import StateDictOptions, verify_options
+from torch_dcp_backport.state_dict.options import StateDictOptions
 from torch_dcp_backport.state_dict.source import StateSource
+from torch_dcp_backport.state_dict.verify import verify_options
 
 
 def trained(wrapper: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -82,7 +82,7 @@ def _hooks() -> Hooks | None:
 
 def _installer() -> Installer | None:
     here = _hooks()
-    return here.installer if here is not None else None
+    return cast("Installer | None", here.installer) if here is not None else None
 
 
 def _pending_or_applied() -> Installer | None:
@@ -101,8 +101,8 @@ def _enter_gate() -> Installer | None:
 
         with _lock:  # of two threads the second takes the installer of the first
             _own = _hooks() or Hooks()
-            _own.installer = _pending_or_applied() or Installer(decision, _own)
-            return _own.installer
+            _own.installer = installer = _pending_or_applied() or Installer(decision, _own)
+            return installer
     with _lock:
         here = _hooks()
         if here is not None:

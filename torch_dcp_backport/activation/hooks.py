@@ -10,14 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import wrapt
-
-if TYPE_CHECKING:
-    from torch_dcp_backport.activation.importer import Installer
-else:
-    Installer = object  # its module imports this one; tools look annotations up at run time
 
 Hook = Callable[[], None]
 
@@ -33,7 +28,8 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self.installer: Installer | None = None  # in charge of this process
+        # The Installer that is in charge of this process. Its module imports this one: here it is an object.
+        self.installer: object = None
         self._hooks: dict[str, Hook] = {}
         self._registered: set[str] = set()  # with wrapt, which forgets a hook that it has called
 

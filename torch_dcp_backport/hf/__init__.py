@@ -3,14 +3,9 @@
 Knows tensors, files and process groups; must never know a model's layers.
 """
 
-from torch_dcp_backport.hf._src.blocks import Part, Share, gaps
-from torch_dcp_backport.hf._src.export import Export, Saved, collect, export
-from torch_dcp_backport.hf._src.filling import fill_from_first, fill_here
+from torch_dcp_backport.hf._src.export import Export, Saved
 from torch_dcp_backport.hf._src.opening import opened
-from torch_dcp_backport.hf._src.source import Folder, Given, Source
 from torch_dcp_backport.hf._src.state import Filled, load_state_dict, save_adapter, save_state_dict
-from torch_dcp_backport.hf._src.visibility import Sight, look
-from torch_dcp_backport.transfer import spread_of
 
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
 # isort: off
@@ -23,7 +18,10 @@ from torch_dcp_backport.hf._src.adapters import (
 )
 from torch_dcp_backport.hf._src.apart import Cutout as Cutout
 from torch_dcp_backport.hf._src.blocks import (
+    Part as Part,
+    Share as Share,
     Window as Window,
+    gaps as gaps,
     nbytes_of_window as nbytes_of_window,
     windows as windows,
 )
@@ -43,7 +41,9 @@ from torch_dcp_backport.hf._src.export import (
     BUFFER_BYTES as BUFFER_BYTES,
     ExportTarget as ExportTarget,
     checked as checked,
+    collect as collect,
     examined as examined,
+    export as export,
     exported as exported,
     not_one as not_one,
     target_of as target_of,
@@ -54,6 +54,7 @@ from torch_dcp_backport.hf._src.files import (
     ADAPTER_FILES as ADAPTER_FILES,
     replaced as replaced,
 )
+from torch_dcp_backport.hf._src.filling import fill_from_first as fill_from_first, fill_here as fill_here
 from torch_dcp_backport.hf._src.format import is_plain as is_plain, nbytes_of as nbytes_of
 from torch_dcp_backport.hf._src.opening import (
     renamed as renamed,
@@ -61,10 +62,17 @@ from torch_dcp_backport.hf._src.opening import (
     viewed as viewed,
     with_prefix as with_prefix,
 )
-from torch_dcp_backport.hf._src.visibility import opened_together as opened_together
+from torch_dcp_backport.hf._src.visibility import (
+    Sight as Sight,
+    look as look,
+    opened_together as opened_together,
+)
 from torch_dcp_backport.hf._src.source import (
     CONFIG as CONFIG,
     Configuration as Configuration,
+    Folder as Folder,
+    Given as Given,
+    Source as Source,
     copied_of as copied_of,
 )
 from torch_dcp_backport.hf._src.state import (
@@ -81,22 +89,9 @@ from torch_dcp_backport.hf._src.writing import planned as planned
 __all__ = [
     "Export",
     "Filled",
-    "Folder",
-    "Given",
-    "Part",
     "Saved",
-    "Share",
-    "Sight",
-    "Source",
-    "collect",
-    "export",
-    "fill_from_first",
-    "fill_here",
-    "gaps",
     "load_state_dict",
-    "look",
     "opened",
     "save_adapter",
     "save_state_dict",
-    "spread_of",
 ]

@@ -43,12 +43,12 @@ from torch_dcp_backport.state_dict.optim.get import get_optim_state as _get_opti
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state as _init_optim_state
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
-from torch_dcp_backport.state_dict.options import verify_options as _verify_options
 from torch_dcp_backport.state_dict.patched import original_method as _state_dict_fn
 from torch_dcp_backport.state_dict.seams import patch_model_state_dict as _patch_model_state_dict
 from torch_dcp_backport.state_dict.seams import patch_optimizer_state_dict as _patch_optimizer_state_dict
 from torch_dcp_backport.state_dict.seams import split_optim_state_dict as _split_optim_state_dict
 from torch_dcp_backport.state_dict.seams import unflatten_optim_state_dict as _unflatten_optim_state_dict
+from torch_dcp_backport.state_dict.verify import verify_options as _verify_options
 from torch_dcp_backport.transfer import gc_context as _gc_context
 
 __all__ = [

@@ -15,13 +15,8 @@ from torch_dcp_backport.state_dict.form import model_problem, optim_problem, unf
 from torch_dcp_backport.state_dict.load_state import load_model_state, load_optim_state, load_state
 from torch_dcp_backport.state_dict.model.get import get_model_state
 from torch_dcp_backport.state_dict.optim.get import get_optim_state
-from torch_dcp_backport.state_dict.options import (
-    StateDictInfo,
-    StateDictOptions,
-    Submodules,
-    info_of,
-    verify_options,
-)
+from torch_dcp_backport.state_dict.options import StateDictInfo, StateDictOptions, Submodules
+from torch_dcp_backport.state_dict.verify import info_of, verify_options
 from torch_dcp_backport.transfer import gc_context
 
 PrimitiveType = Union[DTensor, ShardedTensor, torch.Tensor, int, float, str]

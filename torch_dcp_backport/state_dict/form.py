@@ -12,15 +12,14 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-# The modules themselves where two import each other: annotations can be looked up at run time.
-from torch_dcp_backport.state_dict import options
 from torch_dcp_backport.state_dict.fqn import FLAT_PARAM, get_fqns
+from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import Problem
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
-def model_problem(state: Mapping[Any, Any], info: options.StateDictInfo) -> Optional[Problem]:
+def model_problem(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[Problem]:
     """The problem of a model state dict that a call can neither give nor take; None where it can."""
     if not isinstance(state, Mapping):
         return Problem(f"not a state dict but a {type(state).__name__}")
@@ -42,7 +41,7 @@ def model_problem(state: Mapping[Any, Any], info: options.StateDictInfo) -> Opti
     return None
 
 
-def optim_problem(state: Optional[Mapping[Any, Any]], info: options.StateDictInfo) -> Optional[Problem]:
+def optim_problem(state: Optional[Mapping[Any, Any]], info: StateDictInfo) -> Optional[Problem]:
     """The problem of an optimizer state dict that a call can neither give nor take; None where it can."""
     # None counts as empty: accelerate gives it where rank 0 alone has read the file.
     if state is not None and not isinstance(state, Mapping):
@@ -120,7 +119,7 @@ def check_params(optim: torch.optim.Optimizer, names: Mapping[Any, Any]) -> None
 
 
 def named_params(
-    group: Mapping[str, Any], info: options.StateDictInfo, is_saved: Callable[[str], object]
+    group: Mapping[str, Any], info: StateDictInfo, is_saved: Callable[[str], object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (FQN, parameter) of one of the optimizer's groups.
 

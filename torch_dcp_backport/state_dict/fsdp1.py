@@ -23,14 +23,14 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-# Modules that import this one.
-from torch_dcp_backport.state_dict import form, options
+from torch_dcp_backport.state_dict.form import renamed_params
 from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, ModelNames
+from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import group_ranks
 
 
 @contextlib.contextmanager
-def state_dict_type(model: nn.Module, info: options.StateDictInfo) -> Iterator[None]:
+def state_dict_type(model: nn.Module, info: StateDictInfo) -> Iterator[None]:
     """FSDP1's switch between full and sharded state dicts, without its deprecation warning."""
     offload = info.cpu_offload
     if info.full_state_dict:
@@ -54,16 +54,16 @@ def state_dict_type(model: nn.Module, info: options.StateDictInfo) -> Iterator[N
 
 
 def named_state(
-    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: options.StateDictInfo
+    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo
 ) -> dict[str, Any]:
     """`state` of `optim.state_dict()` by FQN, which FSDP1 gives with the compiler's prefix."""
     with info.fsdp_context():
         state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=group_of(info))
-    return form.renamed_params(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
+    return renamed_params(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
 
 
 def state_to_load(
-    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: options.StateDictInfo
+    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo
 ) -> dict[str, Any]:
     """The states of FlatParameters, which FSDP1 makes of those under FQNs with the compiler's prefix."""
     prefixed: dict[str, str] = {}
@@ -74,7 +74,7 @@ def state_to_load(
             (fqn,), (prefixed_fqn,) = fqns, prefixed_fqns
             prefixed[fqn] = prefixed_fqn
     if state:
-        state = form.renamed_params(state, lambda fqn: prefixed.get(fqn, fqn))
+        state = renamed_params(state, lambda fqn: prefixed.get(fqn, fqn))
     with info.fsdp_context():
         return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=group_of(info))
 
@@ -82,7 +82,7 @@ def state_to_load(
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-def group_of(info: options.StateDictInfo) -> Optional[dist.ProcessGroup]:
+def group_of(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
     """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP.
 
     None, too, where a FlatParameter's states come from global rank 0 and it is no member.
@@ -94,7 +94,7 @@ def group_of(info: options.StateDictInfo) -> Optional[dist.ProcessGroup]:
     return group if module._use_orig_params or 0 in group_ranks(group) else None
 
 
-def groups_of(info: options.StateDictInfo) -> list[Optional[dist.ProcessGroup]]:
+def groups_of(info: StateDictInfo) -> list[Optional[dist.ProcessGroup]]:
     """The groups over which the ranks of a load agree: those of the model, and global rank 0 if it sends."""
     if info.broadcast_from_rank0 and group_of(info) is None:
         return [None]

@@ -115,13 +115,6 @@ def gaps(key: str, spread: Boxes) -> list[Problem]:
     Args:
         key: the HF key of the tensor, for the text of a problem.
         spread: the blocks of all ranks.
-
-    Example:
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box
-        >>> half = hf.spread_of((4,), {0: [Box((0,), (2,))]})
-        >>> [problem.what for problem in hf.gaps("w", half)]
-        ['no rank holds all of it']
     """
     distinct = list(dict.fromkeys(box for _, boxes in spread.by_rank for box in boxes if box.numel))
     for box, other in overlaps(distinct):

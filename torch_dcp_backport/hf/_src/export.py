@@ -170,24 +170,6 @@ def export(call: Call, agreement: Agreement, share: Share, target: ExportTarget)
             folder is as it was.
         TransferError: a rank is gone, or the group's timeout is over; the error says whether the folder is as
             it was.
-
-    Example:
-        >>> import torch
-        >>> from pathlib import Path
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.hf import ExportTarget
-        >>> from torch_dcp_backport.transfer import Box, Call, TensorInfo
-        >>> box = Box((0,), (4,))
-        >>> share = hf.Share(
-        ...     tensors={"w": TensorInfo((4,), torch.float32)},
-        ...     spreads={"w": hf.spread_of((4,), {0: [box]})},
-        ...     parts={"w": [hf.Part(box, torch.ones(4))]},
-        ... )
-        >>> target = ExportTarget(Path("model"), hf.Export(), {"config.json": b"{}"}, is_examined=True)
-        >>> with Call("cannot save", "collect", ()) as call:
-        ...     saved = hf.export(call, call.agree(), share, target)
-        >>> saved.keys, saved.nbytes
-        (('w',), 16)
     """
 
     def bring(window: Window, write: Memory) -> None:
@@ -359,20 +341,6 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
     Raises:
         RuntimeError: the first rank has no room for them; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box, Call, TensorInfo
-        >>> box = Box((0,), (2,))
-        >>> share = hf.Share(
-        ...     tensors={"w": TensorInfo((2,), torch.bfloat16)},
-        ...     spreads={"w": hf.spread_of((2,), {0: [box]})},
-        ...     parts={"w": [hf.Part(box, torch.ones(2))]},
-        ... )
-        >>> with Call("cannot collect", "collect", ()) as call:
-        ...     hf.collect(call, call.agree(), share)
-        {'w': tensor([1., 1.], dtype=torch.bfloat16)}
     """
     tensors = _gathered(call, agreement, share, bring_window, call.is_first)
     call.tally.tensors = len(share.parts)

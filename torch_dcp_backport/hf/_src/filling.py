@@ -40,20 +40,6 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
 
     Raises:
         TransferError: a rank could not read, or copy; on every rank, after others have written.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box, Call
-        >>> source = hf.Given({"w": torch.arange(4.0)}, config={})
-        >>> box, mine = Box((2,), (2,)), torch.zeros(2)
-        >>> spreads = {"w": hf.spread_of((4,), {0: [box]})}
-        >>> share = hf.Share(source.tensors, spreads, {"w": [hf.Part(box, mine)]})
-        >>> with Call("cannot load", "fill", ()) as call:
-        ...     hf.fill_here(call, source, share)
-        8
-        >>> mine
-        tensor([2., 3.])
     """
     wrote = 0
     call.tally.meter.expect(lambda: sum(nbytes for *_, nbytes in _own(share)))
@@ -105,20 +91,6 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
 
     Raises:
         TransferError: a read or a copy failed, a rank is gone, or the group's timeout is over.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box, Call
-        >>> source = hf.Given({"w": torch.arange(4.0)}, config={})
-        >>> box, mine = Box((0,), (4,)), torch.zeros(4)
-        >>> spreads = {"w": hf.spread_of((4,), {0: [box]})}
-        >>> share = hf.Share(source.tensors, spreads, {"w": [hf.Part(box, mine)]})
-        >>> with Call("cannot load", "fill", ()) as call:
-        ...     hf.fill_from_first(call, call.agree(), source, share)
-        16
-        >>> mine
-        tensor([0., 1., 2., 3.])
     """
     read_bytes, so_far = 0, UNCHANGED
     agreement = agreement._replace(staging_bytes=min(agreement.staging_bytes, STAGING_BYTES))

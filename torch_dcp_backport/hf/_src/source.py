@@ -38,12 +38,6 @@ class Source(Protocol):
     """HF tensors that a rank can read parts of.
 
     `Folder` and `Given` are such sources. Any object with these attributes and methods is one.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> isinstance(hf.Given({"w": torch.zeros(2)}, config={}), hf.Source)
-        True
     """
 
     #: HF key -> shape and dtype, in the order in which they are best read.
@@ -97,17 +91,6 @@ class Folder:
 
     Files are mapped when they are first read. A file that another program cuts short after that ends the
     process (SIGBUS): write a new model into a new folder.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Box
-        >>> _ = hf.save_state_dict({"w": torch.arange(6.0).view(2, 3)}, "model", like={"model_type": "small"})
-        >>> source = hf.Folder("model")
-        >>> source.tensors["w"].shape, source.config["model_type"]
-        ((2, 3), 'small')
-        >>> source.part("w", Box(offset=(1, 0), size=(1, 2)))
-        tensor([[3., 4.]])
     """
 
     def __init__(self, path: Union[str, Path]) -> None:
@@ -344,18 +327,7 @@ def source_of(source: object) -> Source:
 
 
 class Given:
-    """A dict of full tensors, or of slices of files as safetensors' `get_slice` gives them.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> source = hf.Given({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, config={})
-        >>> model = torch.nn.Linear(2, 1)
-        >>> hf.load_state_dict(model.state_dict(), source).keys
-        ('weight', 'bias')
-        >>> model.weight.data
-        tensor([[1., 1.]])
-    """
+    """A dict of full tensors, or of slices of files as safetensors' `get_slice` gives them."""
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any], absent: str = "") -> None:
         """Describe the tensors. A value that is not a tensor goes to `problems`.

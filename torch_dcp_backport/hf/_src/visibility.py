@@ -100,17 +100,6 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
 
     Raises:
         RuntimeError: a file is torn, ranks see different files or ask for different ways, ...; on every rank.
-
-    Example:
-        >>> import torch
-        >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.transfer import Call
-        >>> tensors = {"w": torch.zeros(2)}
-        >>> with Call("cannot load", "fill", ()) as call:
-        ...     source = call.attempt(hf.Given, tensors, {"model_type": "small"})
-        ...     visibility = hf.look(call, source)
-        >>> visibility.is_shared, list(visibility.tensors)
-        (True, ['w'])
     """
     with call.guard():
         if files not in WAYS:

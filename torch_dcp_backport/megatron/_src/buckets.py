@@ -68,7 +68,7 @@ OUTPUT = (4, 0)
 EMBEDDINGS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 
 
-class Param(NamedTuple):
+class BucketParam(NamedTuple):
     """A parameter of the full model: a stored tensor, or a layer or an expert of it."""
 
     key: str
@@ -212,7 +212,7 @@ class Weights:
             cuts += [axis for axis in range(len(shape)) if fits(axis, tp)]
         return (*cuts, "whole")
 
-    def boxes(self, param: Param, tp: int, tp_rank: int) -> Iterator[tuple[Box, ...]]:
+    def boxes(self, param: BucketParam, tp: int, tp_rank: int) -> Iterator[tuple[Box, ...]]:
         """Yield the boxes that a rank may hold of a parameter, in the order of their elements there."""
         shape, axes = self.tensors[param.key].shape, len(param.lead)
         full = Box((*param.lead, *(0 for _ in shape[axes:])), (*(1 for _ in param.lead), *shape[axes:]))
@@ -267,8 +267,8 @@ def is_trained(key: str) -> bool:
 
 
 def segments_of(
-    tensors: Mapping[str, Stored], order: Order, keep: Callable[[Param], bool]
-) -> list[tuple[Param, ...]]:
+    tensors: Mapping[str, Stored], order: Order, keep: Callable[[BucketParam], bool]
+) -> list[tuple[BucketParam, ...]]:
     """Return the parameters in the order of the model, in the segments that pipeline stages have or have not.
 
     Args:
@@ -277,7 +277,7 @@ def segments_of(
     Raises:
         ValueError: a parameter of which it is not known where it is among the others.
     """
-    by_place: dict[tuple[int, int], list[Param]] = {}
+    by_place: dict[tuple[int, int], list[BucketParam]] = {}
     for key, stored in tensors.items():
         for place, param in _params_of(key, stored, order):
             if keep(param):
@@ -288,18 +288,18 @@ def segments_of(
     return [tuple(sorted(by_place[place], key=lambda param: param.rank)) for place in sorted(by_place)]
 
 
-def _params_of(key: str, stored: Stored, order: Order) -> Iterator[tuple[tuple[int, int], Param]]:
+def _params_of(key: str, stored: Stored, order: Order) -> Iterator[tuple[tuple[int, int], BucketParam]]:
     """Yield ((group of segments, number in it), parameter) for what a stored tensor has."""
     found = LAYER.search(key)
     end = key.rpartition(".")[2]
     if found is None:
         embedding = next((number for number, name in enumerate(EMBEDDINGS) if key.endswith(name)), None)
         if embedding is not None:
-            yield (0, 0), Param(key, (), (embedding,))
+            yield (0, 0), BucketParam(key, (), (embedding,))
         elif ".final_layernorm." in key and end in ENDS:
-            yield (2, 0), Param(key, (), (ENDS.index(end),))
+            yield (2, 0), BucketParam(key, (), (ENDS.index(end),))
         elif ".output_layer." in f".{key}" and end in ENDS:
-            yield OUTPUT, Param(key, (), (ENDS.index(end),))
+            yield OUTPUT, BucketParam(key, (), (ENDS.index(end),))
         else:
             raise ValueError(key)
         return
@@ -316,19 +316,19 @@ def _params_of(key: str, stored: Stored, order: Order) -> Iterator[tuple[tuple[i
     for layer in range(stored.shape[0]) if found[2] is None else [int(found[2])]:
         lead = (layer,) if found[2] is None else ()
         if not is_expert(key):
-            yield (group, layer), Param(key, lead, rank)
+            yield (group, layer), BucketParam(key, lead, rank)
             continue
         first = MODULES.index("mlp.experts.experts.linear_fc1")
         for expert in range(stored.shape[len(lead)]):
             inner = (*rank, expert) if order.is_grouped else (first, expert, *rank)
-            yield (group, layer), Param(key, (*lead, expert), inner)
+            yield (group, layer), BucketParam(key, (*lead, expert), inner)
 
 
 # --- buckets ---
 
 
 def located(
-    buffer: Buffer, segments: Sequence[tuple[Param, ...]], guess: Guess, weights: Weights
+    buffer: Buffer, segments: Sequence[tuple[BucketParam, ...]], guess: Guess, weights: Weights
 ) -> Union[list[Placed], Reached]:
     """Return where parameters are in a buffer if a guess holds in all of it; else how far it holds.
 
@@ -359,7 +359,7 @@ def located(
 
 
 def _walk(
-    buffer: Buffer, segment: tuple[Param, ...], guess: Guess, weights: Weights, at: int, base: int
+    buffer: Buffer, segment: tuple[BucketParam, ...], guess: Guess, weights: Weights, at: int, base: int
 ) -> Union[tuple[list[Placed], int, int], Reached]:
     """Return (places of a segment, where it ends, where its last bucket begins), or how far it goes."""
     placed: list[Placed] = []
@@ -376,7 +376,7 @@ def _walk(
 
 
 def _fitting(
-    buffer: Buffer, param: Param, guess: Guess, weights: Weights, at: int, base: int
+    buffer: Buffer, param: BucketParam, guess: Guess, weights: Weights, at: int, base: int
 ) -> Optional[tuple[int, tuple[Box, ...], int]]:
     """Return (start, boxes, start of the bucket) of a parameter whose values are behind `at`."""
     for start in buffer.places(at, base, param.key.endswith(EMBEDDINGS[0])):

@@ -308,7 +308,7 @@ def _listed(states: Mapping[str, torch.dtype]) -> str:
     return ", ".join(f"{state} ({dtype})" for state, dtype in sorted(states.items()))
 
 
-class Found(NamedTuple):
+class BucketStates(NamedTuple):
     """The places of parameters in the buffers of a group, in the order of its buffers."""
 
     group: GroupId
@@ -318,7 +318,7 @@ class Found(NamedTuple):
     states: Mapping[str, torch.dtype]
 
 
-def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
+def found_in_buckets(source: Source) -> Union[list[BucketStates], Problem]:
     """Return the places of all parameters in all buckets, each compared with the weights of the model."""
     weights = Weights(source.reader, source.weights)
     groups = groups_of(source)
@@ -326,7 +326,7 @@ def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
         what = f"the buckets of {', '.join(map(str, groups)) or 'no group'} are not those of the optimizers"
         return Problem(what, "/".join(map(str, source.path)), expected=f"{len(source.common)} of them")
     experts = source.experts
-    found: list[Found] = []
+    found: list[BucketStates] = []
     last: Optional[Guess] = None
     states: dict[str, torch.dtype] = {}
     for group, things in groups.items():
@@ -349,7 +349,7 @@ def found_in_buckets(source: Source) -> Union[list[Found], Problem]:
                 best = max(best, result, key=lambda reached: reached.at)
             else:
                 return why_not(buffer, best)
-        found.append(Found(group, things, placed, states))
+        found.append(BucketStates(group, things, placed, states))
     return found
 
 
@@ -390,7 +390,7 @@ class Carried:
     #: Its tensors in the target.
     tensors: dict[str, TensorInfo]
     #: Where they are in buckets; None where they are in the other form.
-    found: Optional[list[Found]]
+    found: Optional[list[BucketStates]]
     #: The common state of the target.
     common: dict[str, Any]
 
@@ -568,7 +568,7 @@ def _not_of_the_model(source: Source, states: Mapping[str, Mapping[str, TensorIn
                 yield Problem(f"the optimizer's state {state} has another shape", weight, *sizes)
 
 
-def _not_covered(source: Source, found: Sequence[Found]) -> Iterator[Problem]:
+def _not_covered(source: Source, found: Sequence[BucketStates]) -> Iterator[Problem]:
     """Yield problems of parameters of which not every element is in some bucket."""
     boxes: dict[str, dict[Box, None]] = {}
     for place in itertools.chain.from_iterable(itertools.chain.from_iterable(one.placed for one in found)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
-from torch_dcp_backport.hf import gaps, is_plain, spread_of
+from torch_dcp_backport.hf import gaps, is_plain
 from torch_dcp_backport.megatron._src.cuts import Holding, holding_of, value_head
 from torch_dcp_backport.megatron._src.model import ModelShard, Param
 from torch_dcp_backport.megatron._src.names import (
@@ -22,7 +22,7 @@ from torch_dcp_backport.megatron._src.names import (
     hf_keys,
 )
 from torch_dcp_backport.megatron._src.shape import Shape, misfits
-from torch_dcp_backport.transfer import Box, Boxes, Problem, TensorInfo, WantTable, spell
+from torch_dcp_backport.transfer import Box, Boxes, Problem, TensorInfo, WantTable, spell, spread_of
 
 #: In a layer of multi-token prediction: a copy -> its original.
 COPIES = {"embed_tokens.weight": EMBED, "shared_head.head.weight": HEAD}
