@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict.model.load import model_planner
+from torch_dcp_backport.state_dict.model.load import ModelPlanner
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.options import StateDictOptions
 from torch_dcp_backport.state_dict.source import StateSource
@@ -265,7 +265,7 @@ def test_what_lives_on_the_host_is_made_there(api: Any, offload: str) -> None:
     )
     state = dict(Tower().state_dict())
     source = StateSource(state if dist.get_rank() == 0 else {})
-    planner = model_planner(outline_of(model, info), source, [])
+    planner = ModelPlanner(outline_of(model, info), source, [])
     asked: list[str] = []
     real = compat.current_device
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -11,7 +11,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Group, full_tree
 from torch_dcp_backport.state_dict.cpu_copy import Tree
 from torch_dcp_backport.state_dict.destination import FIRST, fresh, unsharded
-from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan
 from torch_dcp_backport.state_dict.run import LocalLoad, run
 from torch_dcp_backport.state_dict.source import Carried, StateSource
 from torch_dcp_backport.state_dict.tree import check_types, rebuild, untouched
@@ -60,13 +60,24 @@ class DictPlan(LoadPlan):
     def take(self, owner: str, value: torch.Tensor) -> None:
         self.local[owner] = value.cpu() if self.cpu_offload else value
 
-    def planner(self) -> Planner:
-        return Planner(
-            "cannot distribute this state dict",
-            self.problems,
-            self.local.values,
-            lambda inventory, stages: self.add(inventory),
-        )
+
+class DictPlanner:
+    """The load into a flat dict: its plan is made before, and there is no object to give values to."""
+
+    title = "cannot distribute this state dict"
+
+    def __init__(self, plan: DictPlan) -> None:
+        self.made = plan
+        self.problems = plan.problems
+
+    def live(self) -> Iterable[object]:
+        return self.made.local.values()
+
+    def plan(self, inventory: Inventory, stages: Sequence[str]) -> DictPlan:
+        return self.made.add(inventory)
+
+    def apply(self, plan: DictPlan, fetch: Callable[[str], None]) -> None:
+        """Nothing: `take` has put the values into the dict."""
 
 
 @torch.no_grad()
@@ -92,7 +103,7 @@ def broadcast_state_dict(
         RuntimeError: wrong shapes or types; on every rank, before anything was written.
     """
     plan = DictPlan(local_state_dict, torch.device(device), cpu_offload)
-    run(plan.planner(), full_state_dict, broadcast=True, group=pg)
+    run(DictPlanner(plan), full_state_dict, broadcast=True, group=pg)
     local_state_dict.update(plan.small)
     if strict:
         for key in set(local_state_dict) - plan.names:
@@ -108,7 +119,7 @@ def distribute_state_dict(
 ) -> None:
     """As `broadcast_state_dict`, where every rank holds the full dict: each takes its own slices."""
     plan = DictPlan(local_state_dict, torch.device(device), False)
-    run(plan.planner(), full_state_dict, broadcast=False)
+    run(DictPlanner(plan), full_state_dict, broadcast=False)
     for key, value in full_state_dict.items():
         if not torch.is_tensor(value):
             local_state_dict[key] = value
@@ -130,7 +141,7 @@ def distribute_tensors(
         key: local_state_dict[key] for key in keys if isinstance(local_state_dict.get(key), tuple)
     }
     plan = DictPlan({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
-    load = LocalLoad(plan.planner(), StateSource({key: full for key, (_, full) in entries.items()}))
+    load = LocalLoad(DictPlanner(plan), StateSource({key: full for key, (_, full) in entries.items()}))
     load.plan = plan.add(load.source.inventory())
     plan.local.update(plan.small)
     load.call.raise_alone()

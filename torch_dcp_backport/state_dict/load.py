@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -112,20 +112,26 @@ class LoadPlan:
         return False
 
 
-class Planner(NamedTuple):
-    """A loaded object, as `run.run` sees it: functions that plan a load of full tensors, and end it."""
+class Planner(Protocol):
+    """An object that full tensors are loaded into, as `run.run` sees it: it plans the load, and ends it."""
 
     #: First words of an error.
     title: str
-    #: The problems that this rank has found so far.
+    #: The problems of this rank so far. A plan adds to them.
     problems: list[Problem]
-    #: Yields everything that the object holds now.
-    live: Callable[[], Iterable[object]]
-    #: The plan for an inventory, which writes nothing. The stages are those of other ranks' plans: all ranks
-    #: move the same tensors at the same time.
-    plan: Callable[[Inventory, Sequence[str]], LoadPlan]
-    #: Hands what was loaded to its owners; the function that it is given brings the tensors of a stage.
-    apply: Callable[[Any, Callable[[str], None]], None] = lambda plan, fetch: None
+
+    def live(self) -> Iterable[object]:
+        """Yield everything that the object holds now."""
+
+    def plan(self, inventory: Inventory, stages: Sequence[str]) -> LoadPlan:
+        """Plan the load of an inventory. Writes nothing.
+
+        Args:
+            stages: of other ranks' plans: all ranks move the same tensors at the same time.
+        """
+
+    def apply(self, plan: Any, fetch: Callable[[str], None]) -> None:
+        """Give what was loaded to the object; `fetch` brings the tensors of a stage."""
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.form import model_problem, optim_problem
 from torch_dcp_backport.state_dict.load import Planner, normal_mode
 from torch_dcp_backport.state_dict.model.apply import load_shards
-from torch_dcp_backport.state_dict.model.load import TITLE, model_planner, outline_for_load
+from torch_dcp_backport.state_dict.model.load import TITLE, ModelPlanner, outline_for_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.model.straight import copies_of, copy_all
 from torch_dcp_backport.state_dict.optim.absent import missing_states
@@ -29,7 +29,7 @@ from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, p
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.run import run
 from torch_dcp_backport.state_dict.source import Sources, StateSource
-from torch_dcp_backport.state_dict.together import together
+from torch_dcp_backport.state_dict.together import PlannerTogether
 from torch_dcp_backport.transfer import Problem
 
 Loader = TypeVar("Loader", bound=Callable[..., Any])
@@ -73,7 +73,7 @@ def load_state(
             copies = copies_of(outline, model_dict) if not problems else None
         if info.handle_model and copies is None:
             source = StateSource(model_dict, metadata=True)
-            planner = model_planner(outline, source, problems, optional=info.broadcast_from_rank0)
+            planner = ModelPlanner(outline, source, problems, optional=info.broadcast_from_rank0)
             parts["the model"] = planner, source
         if copies is not None and not info.handle_optim:
             return copy_all(TITLE, copies)
@@ -124,7 +124,7 @@ def load_model_state(
     if copies is not None:
         return copy_all(TITLE, copies)
     source = StateSource(state_dict, metadata=True)
-    planner = model_planner(outline, source, problems)
+    planner = ModelPlanner(outline, source, problems)
     return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 
 
@@ -169,16 +169,18 @@ def load_together(
     with undone_if_failed(begun):
         for number, optim in enumerate(optimizers):
             begun.append(Beginning(optim))
-            planner, values = prepare_full(params, begun[-1], optim_dict, info, problems)
-            parts[f"optimizer {number} ({type(optim).__name__})"] = planner, StateSource(values)
+            of_optim, values = prepare_full(params, begun[-1], optim_dict, info, problems)
+            parts[f"optimizer {number} ({type(optim).__name__})"] = of_optim, StateSource(values)
         missing = missing_states(begun)
         if missing:
             problems.append(Problem(missing))
         parts.update(last)
-        sources = [source for _, source in parts.values()]
+        planner: Planner
+        source: StateSource
         if len(parts) == 1:
             ((planner, source),) = parts.values()
         else:
+            sources = [source for _, source in parts.values()]
             planners = {name: planner for name, (planner, _) in parts.items()}
-            planner, source = together(planners, problems), Sources(sources)
+            planner, source = PlannerTogether(planners, problems), Sources(sources)
         return run(planner, source, broadcast=info.broadcast_from_rank0, once_agreed=once_agreed).keys

@@ -1,4 +1,4 @@
-"""Several loads as one: a common plan, agreement and transfer, and only then anything is handed over.
+"""Several loads as one: a common plan, agreement and transfer, and only then anything is applied.
 
 Must never look into its parts: it renames their keys and stages, and keeps their order.
 """
@@ -47,29 +47,34 @@ class PlanTogether(LoadPlan):
         return "; ".join(parts)
 
 
-def together(parts: Mapping[str, Planner], problems: list[Problem]) -> Planner:
+class PlannerTogether:
     """The load of a model and its optimizers, which share one list of problems, as one."""
 
-    def live() -> Iterable[object]:
-        return itertools.chain.from_iterable(part.live() for part in parts.values())
+    title = "cannot load these state dicts"
 
-    def plan(inventory: Inventory, stages: Sequence[str] = ()) -> PlanTogether:
+    def __init__(self, parts: Mapping[str, Planner], problems: list[Problem]) -> None:
+        """`parts`: name for errors -> planner; a model's is the last one."""
+        self.parts = parts
+        self.problems = problems
+
+    def live(self) -> Iterable[object]:
+        return itertools.chain.from_iterable(part.live() for part in self.parts.values())
+
+    def plan(self, inventory: Inventory, stages: Sequence[str]) -> PlanTogether:
         plans: dict[str, LoadPlan] = {}
-        for number, (name, part) in enumerate(parts.items()):
+        for number, (name, part) in enumerate(self.parts.items()):
             start = stage_name(number, "")
             plans[name] = part.plan(
                 {key.key: offer for key, offer in inventory.items() if key.part == number},
                 [stage[len(start) :] for stage in stages if stage.startswith(start)],
             )
-        return PlanTogether(problems, plans)
+        return PlanTogether(self.problems, plans)
 
-    def apply(plan: PlanTogether, fetch: Callable[[str], None]) -> None:
-        for number, (name, part) in enumerate(parts.items()):
+    def apply(self, plan: PlanTogether, fetch: Callable[[str], None]) -> None:
+        for number, (name, part) in enumerate(self.parts.items()):
             part.apply(plan.parts[number], lambda stage, number=number: fetch(stage_name(number, stage)))  # type: ignore[misc]
             plan.applied.append(name)
         plan.keys = plan.parts[-1].keys
-
-    return Planner("cannot load these state dicts", problems, live, plan, apply)
 
 
 def of_part(number: int, destination: Destination) -> Destination:

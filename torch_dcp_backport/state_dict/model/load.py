@@ -1,12 +1,12 @@
-"""Load full tensors into a model: plan, and hand over through its own `load_state_dict()`."""
+"""Load full tensors into a model: plan, and apply the plan through the model's own `load_state_dict()`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner, guarded
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, guarded
 from torch_dcp_backport.state_dict.model.apply import Handover
 from torch_dcp_backport.state_dict.model.outline import Outline, outline_of
 from torch_dcp_backport.state_dict.model.plan import ModelPlan, plan_model
@@ -25,24 +25,28 @@ def outline_for_load(model: nn.Module, info: StateDictInfo, problems: list[Probl
     return outline
 
 
-def model_planner(
-    outline: Outline, source: StateSource, problems: list[Problem], optional: bool = False
-) -> Planner:
-    """The load of a source into a model; `optional`: an empty dict is nothing to load."""
+class ModelPlanner:
+    """The load of a source into a model."""
 
-    def plan(inventory: Inventory, stages: Sequence[str] = ()) -> LoadPlan:
-        if optional and all(key is About.METADATA for key in inventory):
-            return LoadPlan(problems)
-        return plan_model(outline, source, inventory, stages, problems)
+    title = TITLE
 
-    def apply(plan: LoadPlan, fetch: Callable[[str], None]) -> None:
+    def __init__(
+        self, outline: Outline, source: StateSource, problems: list[Problem], optional: bool = False
+    ) -> None:
+        """`optional`: an empty dict is nothing to load."""
+        self.outline = outline
+        self.source = source
+        self.problems = problems
+        self.optional = optional
+
+    def live(self) -> Iterable[object]:
+        return (entry.value for entry in self.outline.entries)
+
+    def plan(self, inventory: Inventory, stages: Sequence[str]) -> LoadPlan:
+        if self.optional and all(key is About.METADATA for key in inventory):
+            return LoadPlan(self.problems)
+        return plan_model(self.outline, self.source, inventory, stages, self.problems)
+
+    def apply(self, plan: LoadPlan, fetch: Callable[[str], None]) -> None:
         if isinstance(plan, ModelPlan):
             plan.keys = Handover(plan, fetch).run()
-
-    return Planner(
-        TITLE,
-        problems,
-        lambda: (entry.value for entry in outline.entries),
-        plan,
-        apply,
-    )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, renamed_params
-from torch_dcp_backport.state_dict.load import Inventory, Planner, guarded
+from torch_dcp_backport.state_dict.load import Inventory, guarded
 from torch_dcp_backport.state_dict.optim.absent import raise_missing
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.get import Params
@@ -46,7 +46,7 @@ def prepare_full(
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     problems: list[Problem],
-) -> tuple[Planner, dict[Path, Any]]:
+) -> tuple[OptimPlanner, dict[Path, Any]]:
     """Prepare a load into one optimizer: its planner, and path -> value that this rank has for it.
 
     `problems` of this rank may be shared by the loads of several optimizers. Raises nothing but interrupts
@@ -69,24 +69,28 @@ def prepare_full(
         except Exception as error:
             missing = isinstance(error, KeyError)
             problems.append(Problem(f"missing key {error}" if missing else str(error)))
-    return optim_planner(outline, problems), values
+    return OptimPlanner(outline, problems), values
 
 
-def optim_planner(outline: OptimOutline, problems: list[Problem]) -> Planner:
+class OptimPlanner:
     """The load of full tensors into one optimizer, which stays as it is until the plan is applied."""
 
-    def live() -> Iterable[object]:
-        yield from params_of(outline.optim)
-        yield from (value for value in outline.values.values() if isinstance(value, compat.DTensor))
+    title = TITLE
 
-    def plan(inventory: Inventory, stages: Sequence[str] = ()) -> OptimPlan:
-        return plan_optimizer(outline, inventory, problems)
+    def __init__(self, outline: OptimOutline, problems: list[Problem]) -> None:
+        self.outline = outline
+        self.problems = problems
 
-    def apply(plan: OptimPlan, fetch: Callable[[str], None]) -> None:
-        load_into(outline.optim, plan.result())
+    def live(self) -> Iterable[object]:
+        yield from params_of(self.outline.optim)
+        yield from (value for value in self.outline.values.values() if isinstance(value, compat.DTensor))
+
+    def plan(self, inventory: Inventory, stages: Sequence[str]) -> OptimPlan:
+        return plan_optimizer(self.outline, inventory, self.problems)
+
+    def apply(self, plan: OptimPlan, fetch: Callable[[str], None]) -> None:
+        load_into(self.outline.optim, plan.result())
         plan.applied.append("its states")
-
-    return Planner(TITLE, problems, live, plan, apply)
 
 
 def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[Path, Any]:
