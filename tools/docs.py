@@ -40,6 +40,7 @@ PUBLIC: dict[str, tuple[str, ...] | None] = {
     ".state_dict": None,
     ".transfer": ("configure", "last_report", "reshard", "Report", "Progress", "TransferError"),
     ".dist_checkpointing": None,
+    ".dist_checkpointing.training_state": None,
     ".checkpoint": None,
     ".hf": None,
     ".megatron": None,

@@ -50,7 +50,8 @@ usage: {PROG} COMMAND ...
 Is it on?
   status [--load]            what is decided for this environment, and why
   doctor PROGRAM             which imports of PROGRAM come too early
-  verify                     a load with stock torch and with the fix, compared
+  verify                     full state dicts with stock torch and with the fix: memory
+                             and values, compared
   report                     a text for a bug report
 
 Start a program with the fix on, as `python` would start it:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 
+from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
 from torch_dcp_backport.compat import HAS_STRIDED
-from torch_dcp_backport.dist_checkpointing import ShardedObject
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject
 from torch_dcp_backport.dist_checkpointing.training_state import (
     load_training_state,
     save_training_state,
@@ -84,6 +85,21 @@ def model_alone(room: Any, folder: str) -> tuple[list[str], str]:
         load_training_state(folder, model)
     load_training_state(folder, model, strict="raise_unexpected")
     return qwen.differences(sharded_state_dict(model)), str(caught.value)
+
+
+def test_the_error_of_a_handlers_step_names_the_way_to_load_it(tmp_path: Path) -> None:
+    """The step has random states, too, which `load_training_state` leaves to the manager."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    CheckpointHandler(FSDPCheckpointManager(model, optimizer), default_local_dir=tmp_path).save_checkpoint(1)
+    step = tmp_path / "global_step_1" / "dist_ckpt"
+    with pytest.raises(CheckpointingException) as caught:
+        load_training_state(step, model)
+    first, *others = [line for line in str(caught.value).splitlines() if "Missing keys" in line]
+    assert first.endswith('optimizer.state.bias.exp_avg (strict="raise_unexpected" loads the rest)')
+    assert len(others) == 6  # and the hint is said once
+    assert "strict=" not in "".join(others)
+    assert load_training_state(step, model, optimizer, strict="raise_unexpected")["step"] == 1
 
 
 @on_ranks()

@@ -19,7 +19,16 @@ import pytest
 
 import torch_dcp_backport
 
-ROOMS = ("state_dict", "transfer", "dist_checkpointing", "checkpoint", "engine", "hf", "megatron")
+ROOMS = (
+    "state_dict",
+    "transfer",
+    "dist_checkpointing",
+    "dist_checkpointing.training_state",
+    "checkpoint",
+    "engine",
+    "hf",
+    "megatron",
+)
 
 pools, ranks = pool.fixtures(pool.OURS)
 

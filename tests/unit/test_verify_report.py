@@ -82,6 +82,35 @@ def test_the_table_has_a_line_per_rank_with_both_sides() -> None:
     assert len([line for line in lines if line.startswith("   1 |")]) == len(report.CASES)
 
 
+def test_the_get_to_rank_0_has_a_budget_for_rank_0_and_another_for_the_rest() -> None:
+    """A dict of the whole model is rank 0's to hold; another rank that holds one is at fault."""
+    cases = {case.name: [rank(0), rank(1)] for case in report.CASES}
+    nothing: dict[str, Any] = {"new": 0, "peak": MIB, "kept": 0, "shard": 0, "storages": 0}
+    cases["get-model"] = [rank(0, new=WHOLE, peak=WHOLE, shard=WHOLE, storages=WHOLE), rank(1, **nothing)]
+    good = report.Side("with the fix", cases)
+    assert report.failures(good) == []
+    table = report.table([good, good])
+    assert "get_model_state_dict(full_state_dict=True, cpu_offload=True)" in table
+    assert "peak 464.0 MiB on rank 0, peak 64.0 MiB on rank 1, storages 1.02x" in table
+    assert table.count("none") == 2  # the storages of rank 1 on both sides
+    cases["get-model"][1] = rank(1, **{**nothing, "peak": WHOLE, "storages": WHOLE})
+    assert report.failures(good) == [
+        "get-model, rank 1: peak 400.0 MiB, budget 64.0 MiB",
+        "get-model, rank 1: storages of 400.0 MiB for a shard of 0.0 MiB",
+    ]
+
+
+def test_a_tiny_model_shows_no_seconds() -> None:
+    sides = [side(), side()]
+    assert "seconds" in report.table(sides)
+    assert "1.5" in report.table(sides)
+    untimed = report.table(sides, is_timed=False)
+    assert "seconds" not in untimed
+    assert "1.5" not in untimed.split("MiB x")[-1]
+    assert untimed.count("equal") == report.table(sides).count("equal")
+    assert report.UNTIMED in report.legend("cpu", is_timed=False)
+
+
 def test_a_rank_that_failed_shows_its_error_in_the_table() -> None:
     stock = side(ending="raised", error="RuntimeError: can't allocate memory")
     last = report.table([stock, side()]).splitlines()[-1]

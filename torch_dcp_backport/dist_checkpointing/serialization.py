@@ -23,6 +23,7 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
 from torch_dcp_backport.dist_checkpointing._src.offers import either_order, refusing
 from torch_dcp_backport.dist_checkpointing._src.options import (
     CONTENT_METADATA,
+    LOADS_THE_REST,
     LoadOptions,
     SaveOptions,
     checked_bool,
@@ -297,7 +298,13 @@ def load(
     if read_together and not shared_in and dist.is_initialized():
         shared_in = (process_group,)
     options = LoadOptions(
-        validate_access_integrity, strict, trust, process_group, shared_in, verify_integrity
+        validate_access_integrity,
+        strict,
+        trust,
+        process_group,
+        shared_in,
+        verify_integrity,
+        advice=LOADS_THE_REST,
     )
     with loading(checkpoint_dir, options) as load:
         refuse_strategies(sharded_strategy, common_strategy, called="load")
@@ -381,7 +388,19 @@ def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnder
         with OpenFiles(checkpoint.value.folder) as files:
             with call.guard() as own:
                 parts, shared_in, common = split(asked.value), options.shared_in, options.has_common
-                own.set(Loading(call, checkpoint.value, files, parts, mode, options.trust, shared_in, common))
+                own.set(
+                    Loading(
+                        call,
+                        checkpoint.value,
+                        files,
+                        parts,
+                        mode,
+                        options.trust,
+                        shared_in,
+                        common,
+                        options.advice,
+                    )
+                )
             if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
                 call.kind = PlanRefused
             missing = agree_on_load(call, own, options.is_checked)

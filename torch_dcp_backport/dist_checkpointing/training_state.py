@@ -20,7 +20,7 @@ from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of, values_of
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
-from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing._src.options import LOADS_THE_REST, LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing._src.values import naming_too_deep, resolved
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
@@ -43,6 +43,8 @@ from torch_dcp_backport.state_dict.optim.get import Params, named_state
 from torch_dcp_backport.state_dict.optim.initial import StatesUnknown, kind_of, params_of
 from torch_dcp_backport.state_dict.tree import ListIndex, place
 from torch_dcp_backport.transfer import Attempt, Call, Group, Topic, at_first, meet
+
+__all__ = ["load_training_state", "save_training_state", "sharded_state_dict"]
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 #: The names under which the two halves stand, as in `dcp.save({"model": ..., "optimizer": ...})`.
@@ -72,8 +74,18 @@ def sharded_state_dict(
         optimizers: all of them; states that do not exist yet are made as the first step would find them.
         process_group: the ranks that save or load together, as it is passed to `save` and `load`.
 
+    Returns:
+        {"model": ..., "optimizer": ...}; without "optimizer" where no optimizer was passed.
+
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.dist_checkpointing.training_state import sharded_state_dict
+        >>> state = sharded_state_dict(torch.nn.Linear(2, 1))
+        >>> state["model"]["weight"].key, state["model"]["weight"].global_shape
+        ('model.weight', (1, 2))
     """
     with begin("cannot describe the training state", "save", process_group) as call:
         with call.guard() as made:
@@ -98,11 +110,22 @@ def save_training_state(
 
     Args:
         checkpoint_dir: a folder that every rank sees; it has to be there.
+        model: plain, or parallelised by FSDP2, TP, DDP or several of them; or this rank's stage of it.
+        optimizers: all optimizers of the model, or none.
         extra: a further (sharded) state dict: step, scheduler, ShardedObjects of each rank.
         torch_metadata: as of `save`.
+        process_group: the ranks that save together; None for all.
 
     Raises:
         CheckpointingException: as `save`.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport.dist_checkpointing import training_state
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> os.mkdir("step_7")
+        >>> training_state.save_training_state("step_7", model, optimizer, extra={"step": 7})
     """
     options = SaveOptions(process_group=process_group, torch_metadata=torch_metadata)
     with options.begin() as call:
@@ -131,18 +154,32 @@ def load_training_state(
     Parameters and states are written in place.
 
     Args:
+        checkpoint_dir: the folder of the checkpoint; of a step of a `CheckpointHandler`, its `dist_ckpt`.
+        model: as of `save_training_state`; its parameters and buffers are overwritten.
+        optimizers: the optimizers whose states and options are loaded.
         extra: further sharded parts to load; common values are returned in any case.
-        strict: what to do about keys that only the model or only the checkpoint has. To load a part of a
-            checkpoint, such as a model without its optimizer, pass "raise_unexpected".
+        strict: what to do about keys that only the model or only the checkpoint has. Pass
+            "raise_unexpected" to load a part of a checkpoint: a model without its optimizer, or a step of a
+            `CheckpointHandler`, which also has random states.
         trust: make objects of any class, which runs what the file says.
+        process_group: the ranks that load together; None for all.
 
     Returns:
         Everything beside the model and the optimizers: common values, and the parts of `extra`.
 
     Raises:
         CheckpointingException: as `load`.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport.dist_checkpointing import training_state
+        >>> model = torch.nn.Linear(2, 1)
+        >>> os.mkdir("step_7")
+        >>> training_state.save_training_state("step_7", model, extra={"step": 7})
+        >>> training_state.load_training_state("step_7", model)
+        {'step': 7}
     """
-    options = LoadOptions(strict=strict, trust=trust, process_group=process_group)
+    options = LoadOptions(strict=strict, trust=trust, process_group=process_group, advice=LOADS_THE_REST)
     with begin(CANNOT_LOAD, "load", process_group) as call:
         with call.guard() as made:
             made.set(state_of(model, optimizers))

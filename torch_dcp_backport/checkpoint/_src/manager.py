@@ -339,7 +339,9 @@ class BaseCheckpointManager:
             if del_local_after_load and brought is not None and self.is_first:
                 uploads.remove_brought(path, brought)
 
-    def checked_partial(self, path: Optional[Folder], exclude: Any, rename: Any) -> Partial:
+    def checked_partial(
+        self, path: Optional[Folder], exclude: Collection[str], rename: Optional[Mapping[str, str]]
+    ) -> Partial:
         """Return the wishes of a load.
 
         Args:

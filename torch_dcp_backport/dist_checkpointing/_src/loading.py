@@ -6,6 +6,7 @@ Between the state dict and the engine: knows parts and keys, and leaves bytes to
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,7 @@ class Loading:
         trust: bool,
         shared_in: Sequence[Group] = (),
         has_common: bool = True,
+        advice: str = "",
     ) -> None:
         """Compare the parts with the checkpoint; `files` are its own, and are opened as they are needed."""
         self.call = call
@@ -90,6 +92,7 @@ class Loading:
         #: The process group whose ranks read together; empty where each rank reads for itself.
         self.shared_in = shared_in
         self.has_common = has_common
+        self.advice = advice
         self.reader = RecordReader(files, self.index.is_ours, call.tally.meter.add)
         self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
         #: The tensor that each is loaded into; None where it is still to be made.
@@ -191,7 +194,11 @@ class Loading:
             missing = self.missing_of(tables)
             if self.mode is StrictHandling.RAISE_ALL:
                 first = self.call.ranks[0]
-                findings += [(first, Problem(MISSING, key)) for key in sorted(missing)]
+                # Once, and on the first line: an error with many keys shows the first of them.
+                notes = itertools.chain([self.advice], itertools.repeat(""))
+                findings += [
+                    (first, Problem(MISSING, key, note)) for key, note in zip(sorted(missing), notes)
+                ]
         if findings:
             raise Refusal(findings)
         return missing, unfolded

@@ -17,6 +17,8 @@ from torch_dcp_backport.dist_checkpointing.utils import _clean_metadata_for_seri
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.transfer import Call, Group
 
+#: For calls whose user passes `strict`.
+LOADS_THE_REST = 'strict="raise_unexpected" loads the rest'
 CANNOT_SAVE = "cannot save the checkpoint"
 CONTENT_METADATA = "content_metadata"
 
@@ -109,3 +111,5 @@ class LoadOptions(NamedTuple):
     is_alone: bool = False
     #: Whether the result has the checkpoint's common state.
     has_common: bool = True
+    #: What the caller can do about keys that no rank loads; "" where the caller did not choose `strict`.
+    advice: str = ""

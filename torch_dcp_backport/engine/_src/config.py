@@ -6,7 +6,7 @@ All are checked before anything is made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, Union
 
@@ -79,8 +79,8 @@ class ModelConfig(Settings):
     enable_activation_offload: bool = setting(False, flag)
     lora_rank: int = setting(0, whole(0))
     lora_alpha: int = setting(16, whole(1))
-    target_modules: Any = "all-linear"
-    exclude_modules: Any = None
+    target_modules: Union[str, Sequence[str], None] = "all-linear"
+    exclude_modules: Union[str, Sequence[str], None] = None
     hf_config_path: Optional[str] = None
     hf_config: Any = None
     lora_adapter_path: Optional[str] = None
@@ -329,7 +329,7 @@ class OptimizerConfig(Settings):
             return steps
         return int(self.lr_warmup_steps_ratio * self.total_training_steps)
 
-    def made(self, params: Any) -> torch.optim.Optimizer:
+    def made(self, params: Union[Iterable[torch.Tensor], Iterable[dict[str, Any]]]) -> torch.optim.Optimizer:
         """Make the optimizer.
 
         Args:

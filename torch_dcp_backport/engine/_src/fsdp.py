@@ -170,7 +170,7 @@ class FSDPEngine(BaseEngine):
         if own.param_offload or own.optimizer_offload:
             self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
 
-    def build(self) -> Any:
+    def build(self) -> torch.nn.Module:
         """Make the model, sharded and filled. Collective."""
         own, asked = self.engine_config, self.model_config
         blocks = own.wrap_policy.get("transformer_layer_cls_to_wrap")
@@ -229,7 +229,7 @@ class FSDPEngine(BaseEngine):
         )
         if saved.value is not None:
             lora.fill(model, saved.value)
-        return model
+        return model  # type: ignore[no-any-return]
 
     def forward_backward_batch(
         self, data: batches.Batch, loss_function: Optional[Callable[..., Any]], forward_only: bool = False

@@ -19,9 +19,12 @@ LEGEND = """\
 Each line is one rank. peak: its highest {memory} during the call, above the state just before it.
 kept: its {memory} after the call, likewise; what rank 0 handed in is let go and not counted.
 x: the same in multiples of the whole model (of the whole optimizer state). storages: bytes that its
-parameters (states) keep alive, counted exactly, in multiples of its shard. values: compared bit for bit
-with the files (with the optimizer that was saved)."""
+parameters (states) keep alive, counted exactly, in multiples of its shard; for get-model, bytes of the
+dict that it got, which has a tied weight under both of its names. values: compared bit for bit with the
+files (with the optimizer that was saved)."""
+UNTIMED = "No seconds: those of a model this small say nothing about a real one."
 CALL = "full_state_dict=True, broadcast_from_rank0=True"
+GET = "full_state_dict=True, cpu_offload=True"
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,20 @@ class Case:
     title: str
     what: str  # the unit of the multiples
     target: str  # the function of work.py
-    meta: bool | None = None  # its argument, for a model
+    own: str = "shard"  # what a rank has to hold after it
+    meta: bool | None = None  # the function's argument, for the load of a model
 
 
 CASES = (
-    Case("load-meta", f"set_model_state_dict({CALL}), model on the meta device", "model", "load_model", True),
-    Case("load", f"set_model_state_dict({CALL}), model in memory", "model", "load_model", False),
+    Case(
+        "load-meta",
+        f"set_model_state_dict({CALL}), model on the meta device",
+        "model",
+        "load_model",
+        meta=True,
+    ),
+    Case("load", f"set_model_state_dict({CALL}), model in memory", "model", "load_model", meta=False),
+    Case("get-model", f"get_model_state_dict({GET})", "model", "get_model", "rank 0's dict"),
     Case("optimizer", f"set_optimizer_state_dict({CALL}), AdamW", "optimizer", "load_optimizer"),
 )
 
@@ -90,10 +101,11 @@ def measured(sides: Sequence[Side]) -> bool:
     return all(report.result["peak"] is not None for report in reports if report.ending == "finished")
 
 
-def table(sides: Sequence[Side]) -> str:
+def table(sides: Sequence[Side], *, is_timed: bool = True) -> str:
+    """Return the table of all cases; without `is_timed` it has no column of seconds."""
     lines: list[str] = []
     for case in CASES:
-        blocks = [_block(side.label, side.cases[case.name]) for side in sides]
+        blocks = [_block(side.label, side.cases[case.name], is_timed) for side in sides]
         ranks = ["", "rank", *(f"{report.rank:4d}" for report in sides[0].cases[case.name])]
         lines += ["", f"{case.name}: {case.title}", *_sizes(case, sides)]
         lines += [" | ".join(parts).rstrip() for parts in zip(_padded(ranks), *map(_padded, blocks))]
@@ -101,22 +113,32 @@ def table(sides: Sequence[Side]) -> str:
     return "\n".join(lines)
 
 
-def legend(device: str) -> str:
-    return LEGEND.format(memory="resident memory" if device == "cpu" else "allocated device memory")
+def legend(device: str, *, is_timed: bool = True) -> str:
+    text = LEGEND.format(memory="resident memory" if device == "cpu" else "allocated device memory")
+    return text if is_timed else f"{text}\n{UNTIMED}"
 
 
 COLUMNS = ("peak MiB", "x", "kept MiB", "x", "storages", "seconds", "values")
+SECONDS = COLUMNS.index("seconds")
 
 
 def _sizes(case: Case, sides: Sequence[Side]) -> list[str]:
-    reports = (report for side in sides for report in side.cases[case.name])
-    first = next((report.result for report in reports if report.ending == "finished"), None)
-    if first is None:
+    finished = [r for side in sides for r in side.cases[case.name] if r.ending == "finished"]
+    if not finished:
         return []
-    return [
-        f"  {case.what} {_mib(first['whole'])} MiB, shard {_mib(first['shard'])} MiB; "
-        f"budget of the fixed side: peak {_mib(first['new'] + first['margin'])} MiB, storages {KEPT_FACTOR}x"
-    ]
+    ranks_by_peak: dict[int, set[int]] = {}
+    for report in finished:
+        ranks_by_peak.setdefault(report.result["new"] + report.result["margin"], set()).add(report.rank)
+    peaks = [f"peak {_mib(peak)} MiB{_of_ranks(ranks_by_peak, peak)}" for peak in ranks_by_peak]
+    first = min(finished, key=lambda report: report.rank).result
+    sizes = f"{case.what} {_mib(first['whole'])} MiB, {case.own} {_mib(first['shard'])} MiB"
+    return [f"  {sizes}; budget of the fixed side: {', '.join(peaks)}, storages {KEPT_FACTOR}x"]
+
+
+def _of_ranks(ranks_by_peak: Mapping[int, set[int]], peak: int) -> str:
+    """Return which ranks have this budget, unless all have the same."""
+    ranks = sorted(ranks_by_peak[peak])
+    return "" if len(ranks_by_peak) == 1 else f" on rank {', '.join(map(str, ranks))}"
 
 
 def _untied(case: Case, side: Side) -> list[str]:
@@ -125,17 +147,15 @@ def _untied(case: Case, side: Side) -> list[str]:
     return [line] if ranks else []
 
 
-def _block(label: str, reports: Sequence[RankReport]) -> list[str]:
+def _block(label: str, reports: Sequence[RankReport], is_timed: bool) -> list[str]:
     """Return the lines of a case's side: its label, the heads of its columns, a line per rank."""
-    rows = [_cells(report) for report in reports]
-    widths = [
-        max(len(row[i]) for row in (COLUMNS, *(r for r in rows if len(r) > 1))) for i in range(len(COLUMNS))
-    ]
-    head, *lines = (
-        " ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in (COLUMNS, *rows)
-    )
+    rows = [COLUMNS, *(_cells(report) for report in reports)]
+    if not is_timed:
+        rows = [row[:SECONDS] + row[SECONDS + 1 :] for row in rows]
+    widths = [max(len(row[i]) for row in rows if len(row) > 1) for i in range(len(rows[0]))]
+    head, *lines = (" ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
     # A rank that failed has one cell, its error, cut to about the width of the columns.
-    lines = [row[0][: max(len(head), 72)] if len(row) == 1 else line for row, line in zip(rows, lines)]
+    lines = [row[0][: max(len(head), 72)] if len(row) == 1 else line for row, line in zip(rows[1:], lines)]
     return [label, head, *lines]
 
 
@@ -150,7 +170,7 @@ def _cells(report: RankReport) -> tuple[str, ...]:
     return (
         *_memory(seen["peak"], seen["whole"]),
         *_memory(seen["kept"], seen["whole"]),
-        f"{seen['storages'] / seen['shard']:.2f}x",
+        _storages(seen["storages"], seen["shard"]),
         f"{seen['seconds']:.1f}",
         f"{len(seen['wrong'])} differ" if seen["wrong"] else "equal",
     )
@@ -162,6 +182,12 @@ def _ending(report: RankReport) -> str:
 
 def _memory(held: int | None, full: int) -> tuple[str, str]:
     return ("unknown", "") if held is None else (_mib(held), f"{held / full:+.2f}x")
+
+
+def _storages(held: int, own: int) -> str:
+    if own:
+        return f"{held / own:.2f}x"
+    return f"{_mib(held)} MiB" if held else "none"
 
 
 def _mib(size: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +51,7 @@ def load_model(
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     shard = sum(_padded_bytes(parameter) for parameter in model.parameters())
     loaded = scenarios.Loaded(model, None, source)
-    cost = _measure(api, loaded, device, new=shard if meta else 0)
+    cost, _ = _measure(lambda: scenarios.call(api, loaded), source, device, new=shard if meta else 0)
     wrong = [
         key
         for key, tensor in _state(model).items()
@@ -79,7 +80,8 @@ def load_optimizer(api: ModuleType, size: str, folder: str, library: bool, devic
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     wanted = _states(model, original)
     shard = sum(meter.own_bytes(tensor) for tensor in wanted.values())
-    cost = _measure(api, scenarios.Loaded(model, fresh, source), device, new=shard)
+    loaded = scenarios.Loaded(model, fresh, source)
+    cost, _ = _measure(lambda: scenarios.call(api, loaded), source, device, new=shard)
     got = _states(model, fresh)
     wrong = [name for name in wanted if name not in got or not _same_state(got[name], wanted[name])]
     wrong += sorted(set(got) - set(wanted))
@@ -95,32 +97,72 @@ def load_optimizer(api: ModuleType, size: str, folder: str, library: bool, devic
     }
 
 
-def _measure(api: ModuleType, loaded: scenarios.Loaded, device: str, new: int) -> dict[str, Any]:
-    """Measure the call; `new`: bytes that this rank has to hold afterwards and does not hold before."""
+def get_model(api: ModuleType, size: str, folder: str, library: bool, device: str) -> dict[str, Any]:
+    """Get the whole model to the host memory of rank 0; compare it there with the files."""
+    options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    small = scenarios.prepare(api, scenarios.Scenario("warm-up"), scenarios.TINY, device)
+    api.get_model_state_dict(small.model, options=options)
+    model = _sharded(size, library, device, meta=False)
+    checkpoint = models.Checkpoint(folder)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            rows = scenarios.rows_of(parameter.shape[0], dist.get_rank(), dist.get_world_size())
+            meter.local(parameter).copy_(checkpoint.rows(key, *rows))
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # A tied parameter is in the dict under each of its names, in torch's as well: once more in memory.
+    wanted = _state(model) if dist.get_rank() == 0 else {}
+    own = sum(t.numel() * t.element_size() for t in wanted.values())
+    cost, state = _measure(
+        lambda: api.get_model_state_dict(model, options=options),
+        {},
+        device,
+        new=own if device == "cpu" else 0,
+    )
+    wrong = [key for key in wanted if key not in state or not _is_whole(checkpoint, key, state[key])]
+    return {
+        **cost,
+        "margin": PEAK_MARGINS[size],
+        "whole": model_bytes,
+        "shard": own,
+        "storages": meter.storage_bytes(state.values()),
+        "wrong": wrong + sorted(set(state) - set(wanted)),
+    }
+
+
+def _measure(
+    call: Callable[[], Any], source: dict[str, Any], device: str, new: int
+) -> tuple[dict[str, Any], Any]:
+    """Measure the call; return its cost and its result, which is held while it is measured.
+
+    Args:
+        source: what the call loads; it is let go after the call.
+        new: bytes that this rank has to hold afterwards and does not hold before.
+    """
     # Held until the call is over: stock torch overwrites the caller's dict, which would free it meanwhile.
-    source = _tensors(loaded.source)
-    handed_in = meter.storage_bytes(tensor for tensor in source if tensor.device.type == device)
+    held_source = _tensors(source)
+    handed_in = meter.storage_bytes(tensor for tensor in held_source if tensor.device.type == device)
     gc.collect()
     dist.barrier()
     with meter.Watch(meter.gauge(device)) as watch:
-        scenarios.call(api, loaded)
+        result = call()
         watch.stop_peak()
         watch.mark("returned")
+        held_source.clear()
         source.clear()
-        loaded.source.clear()
         gc.collect()
         watch.mark("released")
         time.sleep(SETTLE)
     # Rank 0's input does not count once it is let go: it is the caller's.
     history = [(at, held) for at, held in watch.history if at <= watch.marks["returned"]]
     history += [(at, held + handed_in) for at, held in watch.history if at >= watch.marks["released"]]
-    return {
+    cost = {
         "new": new,
         "peak": watch.peak,
         "kept": None if watch.after is None else watch.after + handed_in,
         "seconds": watch.marks["returned"],
         "history": history,
     }
+    return cost, result
 
 
 def _sharded(size: str, library: bool, device: str, meta: bool) -> nn.Module:
@@ -145,6 +187,10 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _from_file(checkpoint: models.Checkpoint, key: str, tensor: torch.Tensor) -> bool:
     rows = scenarios.rows_of(tensor.shape[0], dist.get_rank(), dist.get_world_size())
     return _same_bits(meter.local(tensor).cpu(), checkpoint.rows(key, *rows))
+
+
+def _is_whole(checkpoint: models.Checkpoint, key: str, tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and _same_bits(tensor, checkpoint.rows(key, 0, tensor.shape[0]))
 
 
 def _same_state(got: torch.Tensor, wanted: torch.Tensor) -> bool:
