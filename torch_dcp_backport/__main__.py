@@ -50,8 +50,7 @@ usage: {PROG} COMMAND ...
 Is it on?
   status [--load]            what is decided for this environment, and why
   doctor PROGRAM             which imports of PROGRAM come too early
-  verify                     full state dicts with stock torch and with the fix: memory
-                             and values, compared
+  verify                     memory and values with stock torch and with the fix
   report                     a text for a bug report
 
 Start a program with the fix on, as `python` would start it:
