@@ -363,7 +363,8 @@ OF_VERL = ("local_path", "local_hf_config_path", "tokenizer", "processor", "mode
 
 
 def test_every_setting_of_ours_is_in_the_table() -> None:
-    own = {"tp_size", "gradient_sync"}  # which verl does not have
+    # Which verl does not have, or for Megatron alone.
+    own = {"tp_size", "gradient_sync", "no_decay", "lr_wsd_decay_steps", "lr_wsd_decay_style"}
     for kind, known in (
         (config.ModelConfig, verl.MODEL),
         (config.EngineConfig, verl.ENGINE),
@@ -403,8 +404,17 @@ def test_rates(kind: str) -> None:
 
 def test_rates_that_are_none() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    with pytest.raises(ValueError, match="'linear'"):
-        engine.schedule(optimizer, "linear")
+    with pytest.raises(ValueError, match="'polynomial' is none of 'constant', 'cosine', 'linear'"):
+        engine.schedule(optimizer, "polynomial")
+    for kind in ("linear", "wsd"):
+        with pytest.raises(ValueError, match=f"'{kind}' needs total_training_steps, got 0"):
+            engine.schedule(optimizer, kind)
+    with pytest.raises(ValueError, match="needs lr_wsd_decay_steps, got 0"):
+        engine.schedule(optimizer, "wsd", total=8)
+    with pytest.raises(ValueError, match=r"lr_wsd_decay_steps=5 and .* of 4 steps .*_steps=8"):
+        engine.schedule(optimizer, "wsd", total=8, warmup=4, decay=5)
+    with pytest.raises(ValueError, match="lr_wsd_decay_style='sqrt' is none of 'linear', 'cosine'"):
+        engine.schedule(optimizer, "wsd", total=8, decay=2, decay_style="sqrt")
     with pytest.raises(ValueError, match="total_training_steps, got 0"):
         engine.schedule(optimizer, "cosine")
 

@@ -28,6 +28,7 @@ from torch_dcp_backport.engine._src.checks import (
     setting,
     whole,
 )
+from torch_dcp_backport.engine._src.groups import listed
 from torch_dcp_backport.engine._src.step import check_schedule
 
 #: Key of `wrap_policy`.
@@ -268,12 +269,16 @@ class OptimizerConfig(Settings):
         weight_decay: the optimizer's weight decay.
         override_optimizer_config: arguments of the optimizer that replace those above.
         clip_grad: the norm that gradients are clipped to; None does not clip.
-        lr_scheduler_type: "constant" or "cosine".
+        lr_scheduler_type: "constant", "cosine", "linear", "wsd" or "inverse_sqrt", as of `schedule`.
         lr_warmup_steps: the steps of the warm-up; -1, 0 or None takes `lr_warmup_steps_ratio`.
         lr_warmup_steps_ratio: the steps of the warm-up, as a part of `total_training_steps`.
-        total_training_steps: the steps of the training; a cosine needs them.
-        min_lr_ratio: the smallest part of the rate that a cosine comes to; None is 0.
+        total_training_steps: the steps of the training; "cosine", "linear" and "wsd" need them.
+        min_lr_ratio: the smallest part of the rate after the warm-up; None is 0.
         num_cycles: waves of a cosine until the last step; a half ends at the bottom.
+        lr_wsd_decay_steps: the last steps of the training, in which "wsd" goes down; Megatron's name.
+        lr_wsd_decay_style: the way down of "wsd": "linear", "cosine", "minus_sqrt" or "exponential".
+        no_decay: the parameters without weight decay, as of `param_groups`: "norms", "biases", "embeddings",
+            or patterns of names; a bare text is one name. Patterns match the names in the files, too.
 
     Raises:
         ValueError: a value that cannot be.
@@ -300,9 +305,13 @@ class OptimizerConfig(Settings):
     total_training_steps: int = setting(-1, whole())
     min_lr_ratio: Optional[float] = setting(None, optional(number(0, 1)))
     num_cycles: float = setting(0.5, number(0))
+    lr_wsd_decay_steps: Optional[int] = setting(None, optional(whole(0)))
+    lr_wsd_decay_style: str = "linear"
+    no_decay: Any = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "no_decay", listed(self.no_decay))
         if self.optimizer in NOT_OFFERED:
             raise ValueError(
                 f"optimizer={self.optimizer!r} is not offered: {NOT_OFFERED[self.optimizer]}; {verl.INSTEAD}"
@@ -314,7 +323,13 @@ class OptimizerConfig(Settings):
             raise ValueError(f"betas={self.betas!r}: expected two numbers")
         below_one = number(0, below=1)
         object.__setattr__(self, "betas", tuple(below_one("betas", beta) for beta in self.betas))
-        check_schedule(self.lr_scheduler_type, self.total_training_steps)
+        check_schedule(
+            self.lr_scheduler_type,
+            self.total_training_steps,
+            self.warmup,
+            self.lr_wsd_decay_steps or 0,
+            self.lr_wsd_decay_style,
+        )
         if self.lr_warmup_steps_ratio and (self.lr_warmup_steps or 0) <= 0 and self.total_training_steps <= 0:
             raise ValueError(
                 f"lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} needs total_training_steps, "

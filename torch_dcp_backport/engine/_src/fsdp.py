@@ -21,6 +21,7 @@ from torch_dcp_backport.engine._src import (
     build,
     deltas,
     determinism,
+    groups,
     heads,
     lora,
     move,
@@ -148,8 +149,7 @@ class FSDPEngine(BaseEngine):
         if not own.forward_only:
             self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
             asked = self.optimizer_config
-            trained = [param for param in self.module.parameters() if param.requires_grad]
-            self.optimizer = asked.made(trained)
+            self.optimizer = asked.made(groups.parted(self.module, asked.no_decay, lora.base_name).groups)
             self.lr_scheduler = steps.schedule(
                 self.optimizer,
                 asked.lr_scheduler_type,
@@ -157,6 +157,8 @@ class FSDPEngine(BaseEngine):
                 total=asked.total_training_steps,
                 least=asked.min_lr_ratio or 0.0,
                 cycles=asked.num_cycles,
+                decay=asked.lr_wsd_decay_steps or 0,
+                decay_style=asked.lr_wsd_decay_style,
             )
         manager = rooms.offered("the manager of FSDP2 models")
         self.checkpoint_manager = manager(
@@ -175,6 +177,7 @@ class FSDPEngine(BaseEngine):
         own, asked = self.engine_config, self.model_config
         blocks = own.wrap_policy.get("transformer_layer_cls_to_wrap")
         model: Any = None
+        absent: list[str] = []
         with Call("cannot build the model", "build", groups_of()) as call:
             dtype = dtype_of(own.model_dtype)
             with call.guard():
@@ -202,6 +205,7 @@ class FSDPEngine(BaseEngine):
                 if not own.forward_only:
                     build.check_layers(model)
                     build.check_router_loss(model)
+                    absent = groups.parted(model, self.optimizer_config.no_decay, lora.base_name).absent
                     tensor_parallel.check_dropout(model, self.grid)
                 tensor_parallel.styles_of(model, self.grid)
             parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
@@ -212,6 +216,8 @@ class FSDPEngine(BaseEngine):
             for part in parts:
                 for text in part.no_effect:
                     say(text)
+            for kind in absent:
+                say(f"no_decay={kind!r} has no effect here: the model trains no {kind}")
             if asked.enable_activation_offload and self.no_activation_offload:
                 say(f"enable_activation_offload=True has no effect here: {self.no_activation_offload}")
         tensor_parallel.parallelize(model, self.grid)

@@ -6,7 +6,7 @@ Works on any model of DTensors and whole tensors; must never trust a backend's w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -194,16 +194,40 @@ def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> 
     return Stepped(norm, False)
 
 
-def check_schedule(kind: str, total: int) -> None:
+#: Kinds of schedules, and those that need the number of all steps.
+SCHEDULES, BY_TOTAL = ("constant", "cosine", "linear", "wsd", "inverse_sqrt"), ("cosine", "linear", "wsd")
+#: Megatron's names of the ways down at the end of "wsd": part of the decay that is done -> part that is left.
+WSD_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+}
+
+
+def check_schedule(
+    kind: str, total: int, warmup: int = 0, decay: int = 0, decay_style: str = "linear"
+) -> None:
     """Refuse a schedule that is not offered.
 
     Raises:
-        ValueError: another kind, or a cosine without its total.
+        ValueError: another kind, one that lacks its total, or a "wsd" without a decay that fits.
     """
-    if kind not in ("constant", "cosine"):
-        raise ValueError(f"lr_scheduler_type={kind!r} is neither 'constant' nor 'cosine'")
-    if kind == "cosine" and total <= 0:
-        raise ValueError(f"lr_scheduler_type='cosine' needs total_training_steps, got {total}")
+    if kind not in SCHEDULES:
+        raise ValueError(f"lr_scheduler_type={kind!r} is none of {', '.join(map(repr, SCHEDULES))}")
+    if kind in BY_TOTAL and total <= 0:
+        raise ValueError(f"lr_scheduler_type={kind!r} needs total_training_steps, got {total}")
+    if kind != "wsd":
+        return
+    if decay_style not in WSD_DECAYS:
+        raise ValueError(f"lr_wsd_decay_style={decay_style!r} is none of {', '.join(map(repr, WSD_DECAYS))}")
+    if decay <= 0:
+        raise ValueError(f"lr_scheduler_type='wsd' needs lr_wsd_decay_steps, got {decay}")
+    if warmup + decay > total:
+        raise ValueError(
+            f"lr_wsd_decay_steps={decay} and a warm-up of {warmup} steps are more than "
+            f"total_training_steps={total}"
+        )
 
 
 def schedule(
@@ -214,19 +238,32 @@ def schedule(
     total: int = 0,
     least: float = 0.0,
     cycles: float = 0.5,
+    decay: int = 0,
+    decay_style: str = "linear",
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a schedule: linear warm-up, then the optimizer's rate ("constant") or a cosine down ("cosine").
+    """Return a schedule: linear warm-up to the optimizer's rate, then a way on that `kind` names.
+
+    "constant" keeps the rate. "cosine" and "linear" go down to `least` at step `total`. "wsd"
+    (warmup-stable-decay) keeps the rate and goes down to `least` in the last `decay` steps. "inverse_sqrt" is
+    the root of `warmup / step`, where a warm-up of 0 counts as 1, and at least `least`.
+
+    Each parameter group gets the same part of its own rate. The `state_dict()` is the number of steps: save
+    it with the optimizer's.
 
     Args:
         optimizer: the optimizer, whose rate is the one after the warm-up.
-        kind: "constant" or "cosine".
+        kind: "constant", "cosine", "linear", "wsd" or "inverse_sqrt".
         warmup: the number of steps of the warm-up.
-        total: the number of steps of the training; a cosine needs it.
-        least: the smallest part of the rate that a cosine comes to.
-        cycles: waves until the last step; a half ends at the bottom.
+        total: the number of steps of the training; "cosine", "linear" and "wsd" need it.
+        least: the smallest part of the rate after the warm-up.
+        cycles: waves of a cosine until the last step; a half ends at the bottom.
+        decay: the number of steps of the decay of "wsd", which are the last of `total`.
+        decay_style: the way down of "wsd", by Megatron's names: "linear", "cosine", "minus_sqrt" or
+            "exponential".
 
     Raises:
-        ValueError: another kind, or a cosine without its total.
+        ValueError: another kind or `decay_style`; a kind without the total or the decay that it needs; a
+            warm-up and a decay that are longer than the total.
 
     Example:
         >>> import torch
@@ -241,15 +278,23 @@ def schedule(
         >>> rates
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    check_schedule(kind, total)
+    check_schedule(kind, total, warmup, decay, decay_style)
 
-    def part(done: int) -> float:
-        if done < warmup:
-            return done / max(1, warmup)
+    def after_warmup(done: int) -> float:
         if kind == "constant":
             return 1.0
+        if kind == "inverse_sqrt":
+            return max(least, math.sqrt(max(1, warmup) / max(1, done)))
+        if kind == "wsd":
+            left = WSD_DECAYS[decay_style](min(1.0, max(0.0, (done - (total - decay)) / decay)))
+            return least + (1 - least) * left
         progress = (done - warmup) / max(1, total - warmup)
+        if kind == "linear":
+            return least + (1 - least) * (1 - min(1.0, progress))
         wave = 0.5 * (1 + math.cos(2 * math.pi * cycles * progress))
         return max(0.0, least + (1 - least) * wave)
+
+    def part(done: int) -> float:
+        return done / max(1, warmup) if done < warmup else after_warmup(done)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, part)

@@ -192,7 +192,7 @@ OPTIMIZER = {
     "weight_decay": Known(SERVED),
     "override_optimizer_config": Known(SERVED),
     "clip_grad": Known(SERVED, "above 0; None does not clip"),
-    "lr_scheduler_type": Known(SERVED, "constant or cosine"),
+    "lr_scheduler_type": Known(SERVED, "constant or cosine; here also linear, wsd and inverse_sqrt"),
     "lr_warmup_steps": Known(SERVED),
     "lr_warmup_steps_ratio": Known(SERVED),
     "total_training_steps": Known(SERVED, "read by `initialize()`"),
