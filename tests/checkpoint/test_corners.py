@@ -382,7 +382,7 @@ def test_patience_with_files_that_are_not_seen_is_that_of_all(tmp_path: Path, mo
     from torch_dcp_backport.dist_checkpointing._src import commit
     from torch_dcp_backport.dist_checkpointing._src.body import Output
     from torch_dcp_backport.dist_checkpointing._src.metadata import Index
-    from torch_dcp_backport.transfer._src.meet import Refusal
+    from torch_dcp_backport.transfer import Refusal
 
     class Clock:
         now = 0.0

@@ -20,7 +20,7 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing.training_state import load_training_state, save_training_state
 from torch_dcp_backport.dist_checkpointing.validation import determine_global_metadata
-from torch_dcp_backport.transfer._src import meet, wire
+from torch_dcp_backport.transfer._src import object_collectives, wire
 
 WORLD = 2
 
@@ -161,13 +161,13 @@ def test_what_one_rank_alone_does_wrong_is_told_on_every_rank(ranks: Any, tmp_pa
 def too_long(room: Any, folder: str, rank: int) -> str:
     """A load in which one rank, or the first one's answer, has more to say than a message takes."""
     if dist.get_rank() == rank:
-        meet.MOST = meet.SPARE + 60
+        object_collectives.MOST = object_collectives.SPARE + 60
     try:
         room.load({"w": rows()}, folder)
     except CheckpointingException as error:
         return str(error)
     finally:
-        meet.MOST = wire.MOST
+        object_collectives.MOST = wire.MOST
     return "no error"
 
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.transfer._src import meet
+from torch_dcp_backport.transfer._src import object_collectives
 
 MIB = 2**20
 #: A tensor of 64 MiB: a column's share of a row has 64 KiB on four ranks.
@@ -123,7 +123,7 @@ def test_replicas_are_written_once_by_all_alike(ranks: Any, tmp_path: Path) -> N
 
 def rounds(room: Any, folders: list[str], count: int) -> list[int]:
     """How often the ranks meet: in a save, in one where a rank has an entry more, and in a load of that."""
-    native, met = meet.Round.gather, 0
+    native, met = object_collectives.Round.gather, 0
 
     def counted(*args: Any) -> Any:
         nonlocal met
@@ -136,7 +136,7 @@ def rounds(room: Any, folders: list[str], count: int) -> list[int]:
         for number in range(count)
     }
     more = {"one": ShardedTensor.from_rank_offsets("one", torch.ones(3))} if rank == 1 else {}
-    meet.Round.gather = counted
+    object_collectives.Round.gather = counted
     try:
         for call, parts, folder in (
             (room.save, state, folders[0]),
@@ -147,7 +147,7 @@ def rounds(room: Any, folders: list[str], count: int) -> list[int]:
             call(parts, folder)
             found.append(met)
     finally:
-        meet.Round.gather = native
+        object_collectives.Round.gather = native
     return found
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pool import Pool, RankError
 
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.transfer._src import meet
+from torch_dcp_backport.transfer._src import object_collectives
 
 WORLD = 4
 #: Seconds: of the backend, and of the rank that is late.
@@ -40,7 +40,7 @@ def saved(room: Any, folder: str) -> None:
 
 def told(room: Any, folder: str, call: str, victim: int, kill: bool, rounds: int) -> str:
     """Save or load; one rank fails to come to a round. The error of the others."""
-    begin, count = meet.Round.__init__, 0
+    begin, count = object_collectives.Round.__init__, 0
 
     def failing(*args: Any) -> None:
         nonlocal count
@@ -52,7 +52,7 @@ def told(room: Any, folder: str, call: str, victim: int, kill: bool, rounds: int
         begin(*args)
 
     if dist.get_rank() == victim:
-        meet.Round.__init__ = failing
+        object_collectives.Round.__init__ = failing
     try:
         getattr(room, call)({"w": rows()}, folder)
     except room.CheckpointingException as error:

@@ -26,7 +26,7 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
 from torch_dcp_backport.transfer import gc_context
-from torch_dcp_backport.transfer._src import meet, wire
+from torch_dcp_backport.transfer._src import object_collectives, wire
 
 
 def rows(rank: int, world: int = 4, **kwargs: Any) -> ShardedTensor:
@@ -441,7 +441,7 @@ def test_what_can_be_read_once_is_no_shape() -> None:
 
 def save_more_than_a_load_takes(room: Any, folder: str, most: int, text: int) -> tuple[str, list[str]]:
     """The error of a save where a message takes `most` bytes at a load."""
-    meet.MOST = meet.SPARE + most
+    object_collectives.MOST = object_collectives.SPARE + most
     try:
         parts = [
             ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(2), (0, dist.get_rank(), 2))
@@ -449,11 +449,11 @@ def save_more_than_a_load_takes(room: Any, folder: str, most: int, text: int) ->
         ]
         room.save({"parts": parts, "text": "x" * text}, folder)
     except CheckpointingException as error:
-        meet.MOST = wire.MOST
+        object_collectives.MOST = wire.MOST
         dist.barrier()  # each rank removes its own file
         return str(error), sorted(path.name for path in Path(folder).iterdir())
     finally:
-        meet.MOST = wire.MOST
+        object_collectives.MOST = wire.MOST
     return "", sorted(path.name for path in Path(folder).iterdir())
 
 

@@ -19,7 +19,7 @@ from values import Breaking, Failing
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
 from torch_dcp_backport.transfer import Box, Call, Failure, Problem
-from torch_dcp_backport.transfer._src import lanes, meet, wire
+from torch_dcp_backport.transfer._src import lanes, object_collectives, wire
 from torch_dcp_backport.transfer._src.consensus import share_findings
 from torch_dcp_backport.transfer._src.errors import CollectiveError
 from torch_dcp_backport.transfer._src.exchange import Route
@@ -243,7 +243,7 @@ def agreements(api: Any) -> None:
         assert wire.gather_bytes(own, None) == expected, nbytes
         assert wire.gather_bytes(own, None, is_kept=rank == 1) == (expected if rank == 1 else {})
         for answers in (expected, dict.fromkeys(range(world), b"the same" * nbytes)):
-            round_ = meet.Round(None)
+            round_ = object_collectives.Round(None)
             heard = round_.gather(own)
             assert (heard.messages if heard else None) == (expected if rank == 0 else None)
             assert round_.scatter(answers if rank == 0 else None) == answers[rank]
@@ -454,7 +454,7 @@ class Unreadable:
 def unreadable(api: Any) -> str:
     call = Call("cannot count", "count", kind=CollectiveError)
     with pytest.raises(CollectiveError) as caught:
-        meet.meet(call, meet.Topic("counting"), Unreadable() if dist.get_rank() == 1 else 0)
+        call.all_gather_object("counting", Unreadable() if dist.get_rank() == 1 else 0)
     return str(caught.value)
 
 

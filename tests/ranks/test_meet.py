@@ -1,4 +1,4 @@
-"""The meeting: every value or every problem, on every rank, for each way in which a rank can come to it."""
+"""Collectives of objects: every value or every problem, on every rank, however a rank comes to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,16 +15,17 @@ import torch.distributed as dist
 from heard import heard
 from pool import Pool, RankError
 
-from torch_dcp_backport.transfer import Call, Problem, warn_on_first
-from torch_dcp_backport.transfer._src import meet, tree
-from torch_dcp_backport.transfer._src.call import Attempt, gc_context
+from torch_dcp_backport.transfer import Call, Problem, TransferError, warn_on_first
+from torch_dcp_backport.transfer._src import object_collectives, tree
+from torch_dcp_backport.transfer._src.attempt import Attempt
+from torch_dcp_backport.transfer._src.call import gc_context
 from torch_dcp_backport.transfer._src.errors import CollectiveError
-from torch_dcp_backport.transfer._src.meet import Meeting, Refusal, Topic, at_first
+from torch_dcp_backport.transfer._src.object_collectives import Refusal, saying
 
 WORLD = 4
 #: Of the rank that is told as gone.
 TIMEOUT = 8.0
-COUNTING = Topic("counting", "files are as they were")
+SO_FAR = "files are as they were"
 
 
 class Wrong(CollectiveError):
@@ -46,48 +47,75 @@ def failing(rank: int) -> int:
     raise ValueError(f"no count on {rank}")
 
 
-def refusing(meeting: Meeting) -> None:
-    raise Refusal(
-        [(rank, Problem("too few", "w", str(own))) for rank, own in meeting.heard.items() if own > 1]
-    )
+def refusing(values: Mapping[int, Any]) -> Any:
+    raise Refusal([(rank, Problem("too few", "w", str(own))) for rank, own in values.items() if own > 1])
+
+
+def all_gather(call: Call, value: object = None, **options: Any) -> Any:
+    return dict(call.all_gather_object("counting", value, so_far=SO_FAR, **options))
+
+
+def gather(call: Call, value: object, decide: Callable[[Mapping[int, Any]], Any]) -> Any:
+    return call.gather_object("counting", value, decide, so_far=SO_FAR)
+
+
+def barrier(call: Call, **options: Any) -> None:
+    call.barrier("counting", so_far=SO_FAR, **options)
 
 
 # --- what the ranks do: each returns what a rank has at the end ---
 
 
 def values(call: Call, rank: int) -> Any:
-    return dict(meet.meet(call, COUNTING, call.attempt(lambda: 10 * rank)))
+    return all_gather(call, call.attempt(lambda: 10 * rank))
 
 
 def nothing(call: Call, rank: int) -> Any:
-    return dict(meet.meet(call, COUNTING))
+    return all_gather(call)
+
+
+def no_value(call: Call, rank: int) -> Any:
+    barrier(call, must_agree={"step": "1"})
 
 
 def only_some(call: Call, rank: int) -> Any:
-    return dict(meet.meet(call, COUNTING, rank if rank % 2 else None))
+    return all_gather(call, rank if rank % 2 else None)
 
 
 def decided(call: Call, rank: int) -> Any:
-    with at_first(call, COUNTING, rank) as meeting:
-        if meeting.decides:
-            assert rank == 0
-            meeting.answer(sum(meeting.heard.values()))
-    # What was heard is given up with the meeting.
-    assert not meeting.decides
-    return meeting.result
+    def total(counts: Mapping[int, int]) -> int:
+        assert rank == 0
+        return sum(counts.values())
+
+    return gather(call, rank, total)
 
 
 def each(call: Call, rank: int) -> Any:
-    with at_first(call, COUNTING, rank) as meeting:
-        if meeting.decides:
-            meeting.answer_each({other: own * own for other, own in meeting.heard.items() if own != 1})
-    return meeting.result
+    def squares(numbers: Mapping[int, int]) -> Mapping[int, int]:
+        return {other: own * own for other, own in numbers.items() if own != 1}
+
+    return call.scatter_object("counting", rank, squares, so_far=SO_FAR)
+
+
+def broadcast(call: Call, rank: int) -> Any:
+    return call.broadcast_object("telling", {"w": rank + 7})
+
+
+def broadcast_fails(call: Call, rank: int) -> Any:
+    with call.guard():
+        if rank == 0:
+            failing(rank)
+    return call.broadcast_object("telling", rank)
+
+
+def broadcast_no_pickle(call: Call, rank: int) -> Any:
+    return call.broadcast_object("telling", {"v": 1, "w": Lock()})
 
 
 def one_fails(call: Call, rank: int) -> Any:
     own: Attempt[int] = call.attempt(failing if rank == 2 else abs, rank, key="w")
     # An attempt of what failed is no second problem.
-    return dict(meet.meet(call, COUNTING, call.attempt(lambda value: value + 1, own)))
+    return all_gather(call, call.attempt(lambda value: value + 1, own))
 
 
 def set_in_contexts(call: Call, rank: int) -> Any:
@@ -95,7 +123,7 @@ def set_in_contexts(call: Call, rank: int) -> Any:
         own.set(5 * rank)
     with call.guard() as twice:
         twice.set(2 * own.value)
-    return dict(meet.meet(call, COUNTING, twice))
+    return all_gather(call, twice)
 
 
 def one_context_fails(call: Call, rank: int) -> Any:
@@ -104,36 +132,41 @@ def one_context_fails(call: Call, rank: int) -> Any:
     with call.guard() as twice:
         # What failed is no second problem where its value is read.
         twice.set(2 * own.value)
-    return dict(meet.meet(call, COUNTING, twice))
+    return all_gather(call, twice)
 
 
 def one_sets_nothing(call: Call, rank: int) -> Any:
     with call.guard() as own:
         if rank != 2:
             own.set(None)
-    return dict(meet.meet(call, COUNTING, own))
+    return all_gather(call, own)
 
 
 def one_stops(call: Call, rank: int) -> Any:
     own = call.attempt(next, iter([rank] if rank != 2 else []), key="w")
     # A StopIteration ends no list of arguments either: the function would be called without.
-    return dict(meet.meet(call, COUNTING, call.attempt(lambda value=7: value, own)))
+    return all_gather(call, call.attempt(lambda value=7: value, own))
 
 
 def many_fail(call: Call, rank: int) -> Any:
     with call.guard():
         if rank:
             raise OSError("the disk is full")
-    with at_first(call, COUNTING) as meeting:
-        assert not meeting.decides
-    return meeting.result
+    return gather(call, None, refusing)
+
+
+def many_fail_without_value(call: Call, rank: int) -> Any:
+    with call.guard():
+        if rank:
+            raise OSError("the disk is full")
+    barrier(call)
 
 
 def no_second_word(call: Call, rank: int) -> Any:
     with call.guard():
         if rank == 1:
             raise Wrong("the text stands alone")
-    meet.meet(call, COUNTING)
+    barrier(call)
 
 
 def heard_before(call: Call, rank: int) -> Any:
@@ -146,54 +179,73 @@ def narrower(call: Call, rank: int) -> Any:
     """An error that a narrower group has is a problem of its ranks: the others wait."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with call.guard(), Call("cannot pair", "count", (pairs[rank // 2],), kind=Wrong) as pair:
-        meet.meet(pair, COUNTING, pair.attempt(failing if rank == 1 else abs, rank))
-    meet.meet(call, COUNTING)
+        all_gather(pair, pair.attempt(failing if rank == 1 else abs, rank))
+    barrier(call)
 
 
 def the_first_fails(call: Call, rank: int) -> Any:
-    with at_first(call, COUNTING, rank) as meeting:
-        if meeting.decides:
-            failing(rank)
+    gather(call, rank, lambda _: failing(rank))
 
 
 def refused(call: Call, rank: int) -> Any:
-    with at_first(call, COUNTING, rank) as meeting:
-        if meeting.decides:
-            refusing(meeting)
+    gather(call, rank, refusing)
 
 
 def no_pickle(call: Call, rank: int) -> Any:
-    meet.meet(call, COUNTING, Lock() if rank == 3 else rank)
+    all_gather(call, Lock() if rank == 3 else rank)
 
 
 def no_pickle_back(call: Call, rank: int) -> Any:
-    with at_first(call, COUNTING) as meeting:
-        if meeting.decides:
-            meeting.answer(Lock())
+    gather(call, None, lambda _: Lock())
 
 
 def unlike(call: Call, rank: int) -> Any:
-    meet.meet(call, COUNTING, common={"step": "2" if rank == 3 else "1", "folder": "f"})
+    all_gather(call, must_agree={"step": "2" if rank == 3 else "1", "folder": "f"})
+
+
+def unlike_without_value(call: Call, rank: int) -> Any:
+    barrier(call, must_agree={"step": "2" if rank == 3 else "1", "folder": "f"})
 
 
 def unlike_attempts(call: Call, rank: int) -> Any:
-    meet.meet(call, COUNTING, common=call.attempt(lambda: {"step": str(rank // 2)}))
+    barrier(call, must_agree=call.attempt(lambda: {"step": str(rank // 2)}))
 
 
 def elsewhere(call: Call, rank: int) -> Any:
-    meet.meet(call, COUNTING._replace(doing="leaving") if rank == 1 else COUNTING)
+    call.all_gather_object("leaving" if rank == 1 else "counting", so_far=SO_FAR)
+
+
+def elsewhere_without_value(call: Call, rank: int) -> Any:
+    call.barrier("leaving" if rank == 1 else "counting", so_far=SO_FAR)
+
+
+def elsewhere_in_another_way(call: Call, rank: int) -> Any:
+    if rank == 1:
+        call.barrier("leaving", so_far=SO_FAR)
+    else:
+        gather(call, rank, len)
+
+
+def of_another_kind(call: Call, rank: int) -> Any:
+    with call.guard():
+        if rank == 2:
+            failing(rank)
+    try:
+        call.barrier("counting", kind=TransferError)
+    except TransferError as error:
+        return str(error)
 
 
 def numbers(call: Call, rank: int) -> Any:
-    return meet.meet_numbers(call, call.attempt(lambda: [rank, 2**32 - 1]), 2)
+    return call.all_gather_numbers(call.attempt(lambda: [rank, 2**32 - 1]), 2)
 
 
 def numbers_fail(call: Call, rank: int) -> Any:
-    meet.meet_numbers(call, call.attempt(lambda: [failing(rank) if rank == 2 else 0]), 1)
+    call.all_gather_numbers(call.attempt(lambda: [failing(rank) if rank == 2 else 0]), 1)
 
 
 def said(call: Call, rank: int) -> Any:
-    with meet.saying("step 3 is there"):
+    with saying("step 3 is there"):
         many_fail(call, rank)
 
 
@@ -210,6 +262,14 @@ class Case(NamedTuple):
 CASES = [
     Case(values, [{0: 0, 1: 10, 2: 20, 3: 30}] * WORLD),
     Case(nothing, [dict.fromkeys(range(WORLD))] * WORLD),
+    Case(no_value, [None] * WORLD),
+    Case(broadcast, [{"w": 7}] * WORLD),
+    Case(broadcast_fails, f"{UNCHANGED}\n  rank 0: ValueError: no count on 0"),
+    Case(
+        broadcast_no_pickle,
+        f"{UNCHANGED}\n  rank 0: a value that cannot be pickled for the other ranks: w "
+        "(a lock stays where it is)",
+    ),
     Case(only_some, [{0: None, 1: 1, 2: None, 3: 3}] * WORLD),
     Case(decided, [6] * WORLD),
     Case(each, [0, None, 4, 9]),
@@ -223,6 +283,7 @@ CASES = [
     ),
     Case(one_stops, f"{HEAD.format(1)}\n  rank 2: StopIteration: : w"),
     Case(many_fail, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
+    Case(many_fail_without_value, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
     Case(no_second_word, f"{HEAD.format(1)}\n  rank 1: the text stands alone"),
     Case(heard_before, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
     Case(
@@ -239,6 +300,10 @@ CASES = [
         f"{HEAD.format(1)}\n  rank 3: not the same on every rank: step (expected 1 as on rank 0, got 2)",
     ),
     Case(
+        unlike_without_value,
+        f"{HEAD.format(1)}\n  rank 3: not the same on every rank: step (expected 1 as on rank 0, got 2)",
+    ),
+    Case(
         unlike_attempts,
         f"{HEAD.format(1)}\n  ranks 2-3: not the same on every rank: step (expected 0 as on rank 0, got 1)",
     ),
@@ -247,6 +312,17 @@ CASES = [
         f"{HEAD.format(1)}\n  rank 1: the rank is somewhere else in its calls "
         "(expected counting, got leaving)",
     ),
+    Case(
+        elsewhere_without_value,
+        f"{HEAD.format(1)}\n  rank 1: the rank is somewhere else in its calls "
+        "(expected counting, got leaving)",
+    ),
+    Case(
+        elsewhere_in_another_way,
+        f"{HEAD.format(1)}\n  rank 1: the rank is somewhere else in its calls "
+        "(expected counting, got leaving)",
+    ),
+    Case(of_another_kind, [f"{UNCHANGED}\n  rank 2: ValueError: no count on 2"] * WORLD),
     Case(numbers, [{rank: [rank, 2**32 - 1] for rank in range(WORLD)}] * WORLD),
     Case(numbers_fail, f"{UNCHANGED}\n  rank 2: ValueError: no count on 2"),
     Case(said, "cannot count: 1 problem(s), step 3 is there.\n  ranks 1-3: OSError: the disk is full"),
@@ -261,6 +337,8 @@ def outcome(_: Any, name: str) -> Any:
             return case.run(call, call.rank)
         except Wrong as error:
             return str(error) if error.is_agreed else f"not agreed: {error}"
+        except RuntimeError as error:
+            return str(error)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.run.__name__)
@@ -275,7 +353,7 @@ def alone(_: Any) -> list[Any]:
     with begin() as call:
         assert call.ranks == (0,)
         assert call.is_first
-        results = [run(call, 0) for run in (values, nothing, decided, each, numbers)]
+        results = [run(call, 0) for run in (values, nothing, no_value, decided, each, broadcast, numbers)]
     for run in (the_first_fails, no_pickle_back):
         with begin() as call:
             try:
@@ -305,7 +383,7 @@ def test_the_first_rank_of_a_group_warns_and_each_rank_without_one(ranks: Any) -
 
 def test_a_process_without_a_group_meets_itself(pools: Any) -> None:
     fails = "  rank 0: ValueError: no count on 0", "  rank 0: TypeError: a lock stays where it is"
-    assert pools.get(0).run(alone) == [[{0: 0}, {0: None}, 0, 0, {0: [0, 2**32 - 1]}, *fails]]
+    assert pools.get(0).run(alone) == [[{0: 0}, {0: None}, None, 0, 0, {"w": 7}, {0: [0, 2**32 - 1]}, *fails]]
 
 
 def kinds(_: Any) -> list[str]:
@@ -338,7 +416,7 @@ def told(_: Any, victim: int, kind: str, slow: tuple[int, ...] = ()) -> None:
         if call.rank in slow:
             time.sleep(1.5)
         try:
-            meet.meet(call, COUNTING, call.rank)
+            all_gather(call, call.rank)
         except (Wrong, RuntimeError) as error:
             text = str(error).replace("\n", " ")
             raise AssertionError(f"TOLD {type(error).__name__} {text}") from None
@@ -376,17 +454,17 @@ def killed_on_the_way(_: Any, moment: str) -> None:
     """Rank 2, through which rank 3 hears, is killed within a meeting: the error of those that have one."""
     with begin() as call:
         if call.rank == 2:
-            place, name = (meet.Round, "scatter") if moment == "before it answers" else (tree, "_send")
+            place, name = (
+                (object_collectives.Round, "scatter") if moment == "before it answers" else (tree, "_send")
+            )
             setattr(place, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         own = b"x" * (tree.LARGE + 1) if call.rank == 3 and moment != "before it answers" else b""
         try:
-            with at_first(call, COUNTING, own) as meeting:
-                if meeting.decides:
-                    meeting.answer("all is well")
+            answer = gather(call, own, lambda _: "all is well")
         except Wrong as error:
             text = str(error).replace("\n", " ")
             raise AssertionError(f"TOLD {error.is_agreed} {text}") from None
-        assert meeting.result == "all is well"
+        assert answer == "all is well"
 
 
 def test_an_error_of_one_rank_alone_is_not_taken_for_that_of_all(pool: Pool) -> None:

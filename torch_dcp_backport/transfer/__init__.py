@@ -27,7 +27,7 @@ from torch_dcp_backport.transfer._src.settings import Progress, configure
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
 # isort: off
 from torch_dcp_backport.transfer._src import settings as settings
-from torch_dcp_backport.transfer._src.call import Attempt as Attempt
+from torch_dcp_backport.transfer._src.attempt import Attempt as Attempt
 from torch_dcp_backport.transfer._src.chunks import (
     Key as Key,
     Piece as Piece,
@@ -76,14 +76,10 @@ from torch_dcp_backport.transfer._src.layout import (
 )
 from torch_dcp_backport.transfer._src.link import BrokenLink as BrokenLink, Link as Link
 from torch_dcp_backport.transfer._src.meet import (
-    Refusal as Refusal,
     Topic as Topic,
     at_first as at_first,
-    largest_answer as largest_answer,
-    fail as fail,
     meet as meet,
     meet_numbers as meet_numbers,
-    saying as saying,
 )
 from torch_dcp_backport.transfer._src.memories import Memories as Memories, Memory as Memory, move as move
 from torch_dcp_backport.transfer._src.memory import (
@@ -97,6 +93,12 @@ from torch_dcp_backport.transfer._src.memory import (
     part_of as part_of,
     span_of as span_of,
     why_not_writable as why_not_writable,
+)
+from torch_dcp_backport.transfer._src.object_collectives import (
+    Refusal as Refusal,
+    largest_answer as largest_answer,
+    fail as fail,
+    saying as saying,
 )
 from torch_dcp_backport.transfer._src.once import warn_once as warn_once
 from torch_dcp_backport.transfer._src.plan import WantTable as WantTable, Terms as Terms

@@ -11,17 +11,20 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Optional, TypeVar, Union
+from typing import Any, Optional, TypeVar, Union
 
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer._src import settings
+from torch_dcp_backport.transfer._src.attempt import Attempt, made_of
 from torch_dcp_backport.transfer._src.chunks import Key
 from torch_dcp_backport.transfer._src.consensus import Mark, agree_on_mark, agree_on_mesh, share_findings
 from torch_dcp_backport.transfer._src.errors import (
+    NOTHING,
     UNCHANGED,
     CollectiveError,
+    Common,
     Finding,
     Problem,
     TransferError,
@@ -31,8 +34,13 @@ from torch_dcp_backport.transfer._src.errors import (
     spell_key,
 )
 from torch_dcp_backport.transfer._src.groups import Group, comm_device_type, exclusive, group_ranks, is_first
+from torch_dcp_backport.transfer._src.object_collectives import (
+    ObjectCollective,
+    all_gather_numbers,
+    broadcast_from_call,
+)
 from torch_dcp_backport.transfer._src.once import warn_once
-from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, publish, share_tables
+from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, checked_inventory, share_tables
 from torch_dcp_backport.transfer._src.report import Tally
 
 # --- the garbage collector ---
@@ -59,46 +67,6 @@ NO_TERMS = Terms()
 NO_WANTS: Mapping[Key, Want] = {}
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-#: The value of an attempt before it is set: None is a value.
-UNSET: Any = object()
-
-
-class Attempt(Generic[T_co]):
-    """What a rank made, or the error that kept it from that."""
-
-    def __init__(self, value: T_co = UNSET, error: Optional[Exception] = None) -> None:
-        self._value = value
-        self.error = error
-
-    def set(self, value: Any) -> None:
-        """Say what was made, within `Call.guard`.
-
-        Args:
-            value: of the attempt's type.
-        """
-        self._value = value
-
-    @property
-    def value(self) -> T_co:
-        """What was made. After an agreement it is there: this rank's problem would have been raised.
-
-        Raises:
-            Exception: the error that kept this rank from making it.
-            RuntimeError: there is neither a value nor an error.
-        """
-        if self.error is not None:
-            raise self.error
-        if self._value is UNSET:
-            raise RuntimeError("nothing was set: the code within the context did not say what it made")
-        return self._value
-
-
-def made_of(value: object) -> Any:
-    """The value itself; of an attempt, what was made."""
-    return value.value if isinstance(value, Attempt) else value
 
 
 class Call:
@@ -135,7 +103,7 @@ class Call:
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
                 where no other rank takes part. None in it is the default group.
             problems: this rank's problems so far; the list is used as it is.
-            kind: the class of the errors that meetings raise.
+            kind: the class of the errors that collectives of objects raise.
             plain: errors whose text stands alone in a problem, without their type; of a kind that is a
                 `CollectiveError` these as well.
 
@@ -209,11 +177,11 @@ class Call:
     def guard(self, key: Key = "") -> Iterator[Attempt[Any]]:
         """Turn an exception into a problem: the other ranks wait in the agreement.
 
-        What the next meeting takes is set on the attempt that the context gives:
+        What the next agreement takes is set on the attempt that the context gives:
 
             with call.guard() as own:
                 own.set(len(parts.value))
-            counts = meet(call, Topic("counting"), own)
+            counts = call.all_gather_object("counting", own)
 
         Where an attempt whose value is read in the context failed, so does this, and there is no second
         problem.
@@ -313,12 +281,199 @@ class Call:
         if self.is_first:
             warn_once(log, text, about)
 
-    # --- what the ranks tell each other ---
+    # --- collectives of objects: one agreement in torch's words ---
+
+    def barrier(
+        self,
+        doing: str,
+        *,
+        must_agree: Union[Common, Attempt[Common]] = NOTHING,
+        so_far: str = UNCHANGED,
+        unheard: str = "",
+        kind: Optional[type[Exception]] = None,
+    ) -> None:
+        """Raise every rank's problems on every rank, or return once all ranks are here. Collective.
+
+        Takes one small message up and one down the tree of the ranks, or one small all-gather.
+
+        Args:
+            doing: the step under way: a phase of the report, and words of errors.
+            must_agree: name -> text, which must be the same on every rank; or the attempt to make it.
+            so_far: an error's words on the state of the files or tensors.
+            unheard: the same, where the first rank is gone before it answered; "" for the same words.
+            kind: the class of the error; None is the call's.
+
+        Raises:
+            kind: a rank has a problem or is gone, or differs in `must_agree`; the same on every rank.
+
+        Example:
+            >>> from torch_dcp_backport.transfer import Call
+            >>> with Call("cannot write", "save", ()) as call:
+            ...     with call.guard("w"):
+            ...         raise OSError("the disk is full")
+            ...     call.barrier("writing")
+            Traceback (most recent call last):
+                ...
+            RuntimeError: cannot write: 1 problem(s), nothing was changed.
+              rank 0: OSError: the disk is full: w
+        """
+        with self.tally.phase(doing):
+            ObjectCollective(self, doing, so_far, unheard, kind).barrier(must_agree)
+
+    def all_gather_object(
+        self,
+        doing: str,
+        value: object = None,
+        *,
+        must_agree: Union[Common, Attempt[Common]] = NOTHING,
+        so_far: str = UNCHANGED,
+        unheard: str = "",
+    ) -> Mapping[int, Any]:
+        """Return every rank's value, by global rank, or raise every rank's problems. Collective.
+
+        All that any rank has goes to every rank. What only the first rank needs is for `gather_object`.
+
+        Args:
+            doing: as of `barrier`.
+            value: this rank's value, or the attempt to make it; it is pickled.
+            must_agree: as of `barrier`.
+            so_far: as of `barrier`.
+            unheard: as of `barrier`.
+
+        Raises:
+            the call's kind of error: as of `barrier`.
+
+        Example:
+            >>> from torch_dcp_backport.transfer import Call
+            >>> with Call("cannot count", "count", ()) as call:
+            ...     call.all_gather_object("counting", 7)
+            {0: 7}
+        """
+        with self.tally.phase(doing):
+            return ObjectCollective(self, doing, so_far, unheard).all_gather(value, must_agree)
+
+    def gather_object(
+        self,
+        doing: str,
+        value: object,
+        decide: Callable[[Mapping[int, Any]], T],
+        *,
+        must_agree: Union[Common, Attempt[Common]] = NOTHING,
+        so_far: str = UNCHANGED,
+        unheard: str = "",
+    ) -> T:
+        """Return, on every rank, what the first rank makes of all ranks' values. Collective.
+
+        The values go to the first rank alone, and its answer to every rank. Where a rank has a problem,
+        nothing is decided.
+
+        Args:
+            doing: as of `barrier`.
+            value: this rank's value, or the attempt to make it; it is pickled.
+            decide: every rank's value, by global rank -> the answer. Called on the first rank alone. What it
+                raises is a problem; a `Refusal` has problems of several ranks.
+            must_agree: as of `barrier`.
+            so_far: as of `barrier`.
+            unheard: as of `barrier`.
+
+        Raises:
+            the call's kind of error: as of `barrier`; or `decide` failed.
+
+        Example:
+            >>> from torch_dcp_backport.transfer import Call
+            >>> with Call("cannot count", "count", ()) as call:
+            ...     call.gather_object("counting", 7, lambda counts: sum(counts.values()))
+            7
+        """
+
+        def same_for_each(values: Mapping[int, Any]) -> Mapping[int, T]:
+            return dict.fromkeys(values, decide(values))
+
+        result: T = self.scatter_object(
+            doing, value, same_for_each, must_agree=must_agree, so_far=so_far, unheard=unheard
+        )
+        return result
+
+    def scatter_object(
+        self,
+        doing: str,
+        value: object,
+        decide: Callable[[Mapping[int, Any]], Mapping[int, Any]],
+        *,
+        must_agree: Union[Common, Attempt[Common]] = NOTHING,
+        so_far: str = UNCHANGED,
+        unheard: str = "",
+    ) -> Any:
+        """Return this rank's answer of those that the first rank makes of all ranks' values. Collective.
+
+        Equal answers travel once.
+
+        Args:
+            doing: as of `barrier`.
+            value: this rank's value, or the attempt to make it; it is pickled.
+            decide: every rank's value, by global rank -> the answer to each rank, by global rank; None where
+                a rank has none. Called on the first rank alone, as that of `gather_object`.
+            must_agree: as of `barrier`.
+            so_far: as of `barrier`.
+            unheard: as of `barrier`.
+
+        Raises:
+            the call's kind of error: as of `gather_object`.
+
+        Example:
+            >>> from torch_dcp_backport.transfer import Call
+            >>> with Call("cannot share out", "share", ()) as call:
+            ...     call.scatter_object("sharing out", 7, lambda counts: {rank: "all" for rank in counts})
+            'all'
+        """
+        with self.tally.phase(doing):
+            collective = ObjectCollective(self, doing, so_far, unheard)
+            return collective.scatter(collective.gather(value, must_agree), decide)
+
+    def broadcast_object(self, doing: str, value: object = None) -> Any:
+        """Return the first rank's value, on every rank. Collective.
+
+        The problems of the other ranks are raised by the next agreement, which every rank must come to.
+
+        Args:
+            doing: as of `barrier`.
+            value: on the first rank, the value; the others' does not count.
+
+        Raises:
+            RuntimeError: the first rank has problems; on every rank.
+
+        Example:
+            >>> from torch_dcp_backport.transfer import Call
+            >>> with Call("cannot tell", "tell", ()) as call:
+            ...     call.broadcast_object("telling", {"w": (2, 2)})
+            {'w': (2, 2)}
+        """
+        if not self.groups:
+            self.raise_alone()
+            return value
+        with self.tally.phase(doing):
+            return broadcast_from_call(self, value)
+
+    def all_gather_numbers(
+        self, numbers: Union[Sequence[float], Attempt[Sequence[float]]], count: int
+    ) -> dict[int, list[float]]:
+        """Do as `all_gather_object` for a few numbers, in one small all-gather: for every step of a training.
+
+        Args:
+            numbers: this rank's numbers, or the attempt to make them.
+            count: how many there are; the same on every rank.
+
+        Raises:
+            the call's kind of error: a rank has problems; the same on every rank.
+        """
+        return all_gather_numbers(self, numbers, count)
+
+    # --- around a move of tensors: a mark of one size from each rank, and details where marks differ ---
 
     def publish(self, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
         """Return the first rank's inventory, on every rank. Collective.
 
-        The problems of other ranks are raised by `agree`, which every rank must call next.
+        The problems of other ranks are raised by `agree_on_wants`, which every rank must call next.
 
         Args:
             inventory: on the first rank, key -> `TensorInfo`, or a small value itself; None on the others.
@@ -326,13 +481,10 @@ class Call:
         Raises:
             RuntimeError: the first rank has problems; on every rank.
         """
-        if not self.groups:
-            self.raise_alone()
-            return dict(inventory or {})
-        with self.tally.phase("inventory"):
-            return publish(inventory, self.problems, self.title, self.group)
+        received = self.broadcast_object("inventory", dict(inventory or {}))
+        return checked_inventory(received, self.title, self.ranks[0])
 
-    def agree(
+    def agree_on_wants(
         self,
         wants: Mapping[Key, Want] = NO_WANTS,
         terms: Union[Terms, Attempt[Terms]] = NO_TERMS,
@@ -386,6 +538,10 @@ class Call:
         device = comm_device_type(self.group, common.device or "cpu")
         return Agreement(tables, common.staging_bytes, device)
 
+    def agree(self, *args: Any, **options: Any) -> Agreement:
+        """Do as `agree_on_wants`: the name that rooms above still use."""
+        return self.agree_on_wants(*args, **options)
+
     def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
         """Return the common mark of all ranks. Collective.
 
@@ -407,7 +563,7 @@ class Call:
             )
         return common
 
-    def settle(
+    def agree_on_outcome(
         self,
         so_far: str = UNCHANGED,
         *,
@@ -430,6 +586,10 @@ class Call:
         findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code, so_far=lost or so_far)
         kind = kind or (RuntimeError if so_far == UNCHANGED else TransferError)
         raise_together(self.title, findings, self.cause, kind, so_far)
+
+    def settle(self, *args: Any, **options: Any) -> None:
+        """Do as `agree_on_outcome`: the name that rooms above still use."""
+        self.agree_on_outcome(*args, **options)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
         """Tell the other ranks, in the last agreement, that user code failed on this one.

@@ -83,12 +83,13 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 
     check_in(group)
     with as_transfer_error(story):
-        common = _agree_on_mark(mark, ranks, group)
+        common = common_mark_in(mark, group)
     count_agreement(group)
     return common
 
 
-def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
+def common_mark_in(mark: Mark, group: Group) -> Mark:
+    """As `agree_on_mark`, within another agreement: its error is the backend's own."""
     if is_silent(group):
         return mark
     if takes_collectives(group):

@@ -9,10 +9,9 @@ import hashlib
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from torch_dcp_backport.transfer._src.chunks import Key
 from torch_dcp_backport.transfer._src.errors import (
@@ -23,11 +22,10 @@ from torch_dcp_backport.transfer._src.errors import (
     as_transfer_error,
     problem_of,
     raise_together,
-    spell_key,
 )
-from torch_dcp_backport.transfer._src.groups import Group, group_ranks, source_of
+from torch_dcp_backport.transfer._src.groups import Group, group_ranks
 from torch_dcp_backport.transfer._src.layout import Layout
-from torch_dcp_backport.transfer._src.wire import broadcast_bytes, gather_objects, share_bytes
+from torch_dcp_backport.transfer._src.wire import gather_objects, share_bytes
 
 
 class TensorInfo(NamedTuple):
@@ -123,32 +121,24 @@ class Agreement(NamedTuple):
         return next(table for table in self.tables if rank in table.ranks)
 
 
-def publish(
-    inventory: Optional[Mapping[Key, object]], problems: Sequence[Problem], title: str, group: Group
-) -> dict[Key, Any]:
-    """Return the inventory of the group's first rank, on every rank. Collective.
+def checked_inventory(received: Any, title: str, first: int) -> dict[Key, Any]:
+    """Return what the first rank says that it has.
 
     Args:
-        inventory: key -> `TensorInfo`, or a small value; only the first rank's counts.
-        problems: this rank's problems so far; only the first rank's are raised.
+        received: what it sent.
         title: the first words of an error.
-        group: the process group; None is the default group.
+        first: the global rank.
 
     Raises:
-        RuntimeError: the first rank has problems; on every rank.
+        RuntimeError: it is no inventory.
     """
-    source = source_of(group)
-    is_source = dist.get_rank() == source
-    # As torch's own object collectives do.
-    received = pickle.loads(broadcast_bytes(pickled(inventory or {}, problems) if is_source else b"", group))
-    if isinstance(received, list):
-        raise_together(title, [(source, Problem(*problem)) for problem in received])
     if not is_inventory(received):
         raise RuntimeError(
-            f"{title}: {UNCHANGED}; what rank {source} sent is no inventory. Is the same release of "
+            f"{title}: {UNCHANGED}; what rank {first} sent is no inventory. Is the same release of "
             "torch_dcp_backport on every rank?"
         )
-    return dict(inventory or {}) if is_source else received
+    inventory: dict[Key, Any] = received
+    return inventory
 
 
 def is_inventory(received: object) -> bool:
@@ -160,25 +150,6 @@ def is_inventory(received: object) -> bool:
         for info in received.values()
         if isinstance(info, TensorInfo)
     )
-
-
-def pickled(inventory: Mapping[Key, object], problems: Sequence[Problem]) -> bytes:
-    """The inventory, or the problems; a value that cannot be pickled is one, since the other ranks wait."""
-    if problems:
-        return pickle.dumps(list(problems))
-    try:
-        return pickle.dumps(dict(inventory))
-    except Exception:
-        unsendable = map(problem_of_pickling, inventory, inventory.values())
-        return pickle.dumps([problem for problem in unsendable if problem])
-
-
-def problem_of_pickling(key: Key, value: object) -> Optional[Problem]:
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        return Problem("a value that cannot be pickled for the other ranks", spell_key(key), got=str(error))
-    return None
 
 
 def share_tables(own: WantTable, digest: bytes, title: str, group: Group, so_far: str) -> list[WantTable]:

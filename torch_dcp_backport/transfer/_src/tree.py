@@ -170,7 +170,9 @@ class Tree:
         return Gathered(messages, tuple(rank for rank in silent if rank in named))
 
     def _join(self, parts: list[dict[int, Body]]) -> dict[int, Body]:
-        joined = {rank: body for part in parts for rank, body in part.items()}
+        # Equal bytes of several ranks are one object: pickle sends it once, and a number for each rank.
+        same: dict[Body, Body] = {}
+        joined = {rank: same.setdefault(body, body) for part in parts for rank, body in part.items()}
         if self.parent is not None:
             # The first rank itself answers those.
             for child in [child for child in self.children if isinstance(joined.get(child), int)]:
