@@ -47,15 +47,12 @@ def ours(dist: Any) -> dict[str, Callable[[], object]]:
     call = transfer.Call("cannot measure", "measure")
 
     def by_first() -> object:
-        with transfer.at_first(call, transfer.Topic("measuring"), dist.get_rank()) as meeting:
-            if meeting.decides:
-                meeting.answer(sum(meeting.heard.values()))
-        return meeting.result
+        return call.gather_object("measuring", dist.get_rank(), lambda ranks: sum(ranks.values()))
 
     return {
-        "to all": lambda: transfer.meet(call, transfer.Topic("measuring"), dist.get_rank()),
+        "to all": lambda: call.all_gather_object("measuring", dist.get_rank()),
         "first decides": by_first,
-        "no problem": call.settle,
+        "no problem": lambda: call.barrier("measuring"),
     }
 
 

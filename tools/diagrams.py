@@ -52,7 +52,7 @@ PATHS: dict[str, dict[str, tuple[Step, ...]]] = {
             Step("state_dict/api.py", "set_model_state_dict", EACH),
             Step("state_dict/source.py", "StateSource.inventory", "rank 0"),
             Step("state_dict/model/plan.py", "plan_model", EACH),
-            Step("transfer/_src/call.py", "Call.agree", MEET),
+            Step("transfer/_src/call.py", "Call.agree_on_wants", MEET),
             Step("state_dict/destination.py", "target_of", EACH),
             Step("transfer/_src/scatter.py", "scatter", MEET),
             Step("state_dict/model/apply.py", "Handover.run", EACH),

@@ -171,7 +171,7 @@ def a_target_is_too_small(api: Any) -> str:
         infos = {key: transfer.TensorInfo((64,), torch.float32) for key in targets}
         inventory = call.publish(infos if rank == 0 else None)
         wants = {key: transfer.Want(layout, torch.float32) for key in targets}
-        agreement = call.agree(wants, staging_bytes=64)
+        agreement = call.agree_on_wants(wants, staging_bytes=64)
         reader = test_transfer.StateSource({key: torch.ones(64) for key in targets}) if rank == 0 else None
         offer = test_transfer.Offer(inventory, reader)
         with pytest.raises(transfer.TransferError) as seen:
@@ -225,7 +225,7 @@ def casts(api: Any) -> None:
     with Call("test", "scatter") as call:
         infos = {"w": transfer.TensorInfo((8, 6), torch.float32)}
         inventory = call.publish(infos if rank == 0 else None)
-        agreement = call.agree({"w": transfer.Want(layout, dtype)}, staging_bytes=64)
+        agreement = call.agree_on_wants({"w": transfer.Want(layout, dtype)}, staging_bytes=64)
         reader = test_transfer.StateSource({"w": full}) if rank == 0 else None
         transfer.scatter(call, test_transfer.Offer(inventory, reader), {"w": target}, agreement)
     assert torch.equal(target.tensor, full.chunk(4)[rank].to(dtype))
@@ -276,7 +276,7 @@ def boxes_of_one_holder(api: Any, holder: int) -> int:
         return part_of(out[around], around, box)
 
     with Call("test", "reshard") as call:
-        agreement = call.agree({}, staging_bytes=200)
+        agreement = call.agree_on_wants({}, staging_bytes=200)
         move(call, agreement, {"w": Route(have, want, torch.float32)}, Memories(source, target))
         received = call.tally.bytes_received
     for box, tensor in out.items():
@@ -305,13 +305,13 @@ def tells_of_failures(api: Any, on: int, size: tuple[int, int]) -> tuple[list[tu
     have = Boxes(size, ((0, (full,)),))
     want = Boxes(size, tuple((other, (full,)) for other in range(4)))
     with Call("test", "reshard") as call:
-        agreement = call.agree({}, staging_bytes=200)
+        agreement = call.agree_on_wants({}, staging_bytes=200)
         memories = Memories(part, part, failed=told.append)
         move(call, agreement, {"w": Route(have, want, torch.float32)}, memories)
         for error, key in told:
             call.record(call.problem_of(error, key), error)
         with pytest.raises(RuntimeError) as caught:
-            call.settle()
+            call.agree_on_outcome()
     return [(str(error), key) for error, key in told], str(caught.value)
 
 
@@ -399,7 +399,7 @@ def of_its_holder_alone(api: Any) -> int:
         return memory[box.offset[0] : box.offset[0] + box.size[0]]
 
     with Call("test", "reshard") as call:
-        agreement = call.agree({}, staging_bytes=200)
+        agreement = call.agree_on_wants({}, staging_bytes=200)
         move(call, agreement, {"w": Route(have, have, torch.float32)}, Memories(whole_of, whole_of))
         return call.tally.bytes_sent + call.tally.bytes_received
 

@@ -84,7 +84,7 @@ def scatter_to(api: Any, kinds: list[str], staging: int, by_window: bool = False
     reader = StateSource(values) if rank == 0 else None
     with transfer.Call("test", "scatter") as call:
         inventory = call.publish(infos if rank == 0 else None)
-        agreement = call.agree(wants, staging_bytes=staging)
+        agreement = call.agree_on_wants(wants, staging_bytes=staging)
         transfer.scatter(call, Offer(inventory, reader, by_window), targets, agreement)
     whole = {key: Box((0,) * v.dim(), tuple(v.shape)) for key, v in values.items()}
     for key, target in targets.items():
@@ -240,7 +240,7 @@ def test_a_budget_that_is_none_is_refused_on_every_rank(api: Any) -> None:
     finally:
         del os.environ["TORCH_DCP_BACKPORT_STAGING_MIB"]
     with pytest.raises(ValueError, match="staging_bytes=15"):
-        transfer.Call("test", "scatter").agree({}, staging_bytes=15)
+        transfer.Call("test", "scatter").agree_on_wants({}, staging_bytes=15)
 
 
 def replicated(api: Any, mesh_shape: tuple[int, ...], kinds: str, dtype: torch.dtype) -> Any:

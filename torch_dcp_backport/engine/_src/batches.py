@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from torch_dcp_backport.engine._src.checks import flag, number, say, whole
-from torch_dcp_backport.transfer import Call, Group, Problem, meet_numbers, raise_together
+from torch_dcp_backport.transfer import Call, Group, Problem, raise_together
 
 TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
@@ -144,10 +144,10 @@ def plan(
         ([[0, 1], [2]], 15.0)
     """
     call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
-    # Errors of any kind: the other ranks wait in the meeting.
+    # Errors of any kind: the other ranks wait in the agreement.
     own = call.attempt(lambda: _planned(data, limit, needs_tokens, packs, predicted))
     counts = call.attempt(lambda made: numbers_of(data, made, copies > 1), own)
-    rows = list(meet_numbers(call, counts, len(COMPARED) + 1).values())
+    rows = list(call.all_gather_numbers(counts, len(COMPARED) + 1).values())
     count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
     ranks = call.ranks
     findings = []

@@ -483,7 +483,7 @@ def fill(
         if any(other in held for other in others.values()):
             with call.guard():
                 _check_other_names(others, wanted, held)
-            call.settle()
+            call.barrier("comparing the names")
         else:
             others = {}
 

@@ -219,7 +219,7 @@ class Deltas:
                 call.problems.append(Problem(missing))
             elif not call.problems:
                 call.problems += changed_since(self.primed, now)
-            raise_where_orders_differ(call.agree(terms=Terms(common={**now, PRIMES: str(primes)})))
+            raise_where_orders_differ(call.agree_on_wants(terms=Terms(common={**now, PRIMES: str(primes)})))
         self.missing = NOT_READ
         return layouts
 

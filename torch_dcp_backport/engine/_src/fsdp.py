@@ -44,7 +44,7 @@ from torch_dcp_backport.engine._src.config import (
 )
 from torch_dcp_backport.engine._src.export import whole_tensors
 from torch_dcp_backport.engine._src.mesh import Grid, arrange
-from torch_dcp_backport.transfer import Call, Terms, groups_of
+from torch_dcp_backport.transfer import Call, groups_of
 
 BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
 
@@ -97,7 +97,7 @@ class FSDPEngine(BaseEngine):
                 self.model_config = settings(ModelConfig, model_config)
                 verl.check_model_type(verl.within(model_config, "model_type"), self.model_type)
                 self.engine_config = settings(EngineConfig, engine_config)
-            call.settle(kind=ValueError)
+            call.barrier("checking the settings", kind=ValueError)
         #: A tokenizer or processor, where verl's object has it: its files go into every checkpoint.
         self.processing_class = getattr(model_config, "processor", None) or getattr(
             model_config, "tokenizer", None
@@ -212,7 +212,7 @@ class FSDPEngine(BaseEngine):
             settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
             adapter = saved.value.digest if saved.error is None and saved.value is not None else "none"
             common = {**settings_by_type, "lora_adapter_path": adapter, **build.outline(model)}
-            call.agree(terms=Terms(common=common))
+            call.barrier("comparing the settings", must_agree=common)
             for part in parts:
                 for text in part.no_effect:
                     say(text)

@@ -280,7 +280,7 @@ def save(model: Any, folder: Union[str, Path]) -> None:
         with call.guard():
             if config_of(model) is None:
                 raise ValueError(f"a {type(model).__name__} has none")
-        call.settle()
+        call.barrier("looking for adapters")
         named = adapters(build.tensors_of(model))
         full_tensors = dict(whole_tensors(named, to=call.ranks[0], device=torch.device("cpu")))
         with call.guard(str(folder)):
@@ -291,7 +291,7 @@ def save(model: Any, folder: Union[str, Path]) -> None:
                 contiguous = {name: tensor.contiguous() for name, tensor in full_tensors.items()}
                 importlib.import_module("safetensors.torch").save_file(contiguous, draft, {"format": "pt"})
                 os.replace(draft, target)
-        call.settle()
+        call.barrier("writing the adapters")
 
 
 def config_of(model: Any) -> Optional[dict[str, Any]]:

@@ -79,7 +79,7 @@ class Call:
         >>> with Call("cannot load", "scatter") as call:
         ...     with call.guard("w"):
         ...         raise ValueError("no such file")
-        ...     call.agree({})
+        ...     call.agree_on_wants()
         Traceback (most recent call last):
             ...
         RuntimeError: cannot load: 1 problem(s), nothing was changed.
@@ -539,7 +539,12 @@ class Call:
         return Agreement(tables, common.staging_bytes, device)
 
     def agree(self, *args: Any, **options: Any) -> Agreement:
-        """Do as `agree_on_wants`: the name that rooms above still use."""
+        """Do as `agree_on_wants`: the name that rooms above still use.
+
+        Args:
+            args: of `agree_on_wants`.
+            options: of `agree_on_wants`.
+        """
         return self.agree_on_wants(*args, **options)
 
     def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
@@ -588,7 +593,12 @@ class Call:
         raise_together(self.title, findings, self.cause, kind, so_far)
 
     def settle(self, *args: Any, **options: Any) -> None:
-        """Do as `agree_on_outcome`: the name that rooms above still use."""
+        """Do as `agree_on_outcome`: the name that rooms above still use.
+
+        Args:
+            args: of `agree_on_outcome`.
+            options: of `agree_on_outcome`.
+        """
         self.agree_on_outcome(*args, **options)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:

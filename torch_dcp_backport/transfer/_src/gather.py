@@ -190,11 +190,11 @@ def agree_on_all(held: Mapping[Key, Held], call: Call, staging_bytes: Optional[i
     ]
     wants = {key: Want(layout, tensor.dtype) for key, (tensor, layout) in held.items()}
     device = common_device(tensor.device.type for tensor, _ in held.values())
-    agreement = call.agree(wants, Terms(device), staging_bytes=staging_bytes)
+    agreement = call.agree_on_wants(wants, Terms(device), staging_bytes=staging_bytes)
     if not agreement.is_common:
         first = call.ranks[0]
         call.problems += differences(agreement.table_of(first).wants, wants, first)
-        call.agree(wants)
+        call.agree_on_wants(wants)
     return agreement
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch_dcp_backport.transfer._src.attempt import Attempt, made_of
 from torch_dcp_backport.transfer._src.consensus import NO_DIGEST, Mark, common_mark_in, share_findings
 from torch_dcp_backport.transfer._src.errors import (
+    NOTHING,
     UNCHANGED,
     CollectiveError,
     Common,
@@ -242,14 +243,16 @@ class ObjectCollective:
     def barrier(self, must_agree: Union[Common, Attempt[Common]]) -> None:
         """Raise every rank's problems on every rank, or what must agree and does not."""
         call = self.call
-        if len(call.ranks) == 1 or not takes_collectives(call.group):
-            self.gather(None, must_agree)
-            self.answer()
-            return
-        # One small row of each rank in one all-gather; details travel only where the rows differ.
+        common: Common = {}
         with call.guard():
             common = made_of(must_agree)
+        # Details travel only where digests differ: what must agree may be a line for each tensor of a model.
         digest = NO_DIGEST if call.problems else _digest((self.doing, sorted(common.items())))
+        if len(call.ranks) == 1 or not takes_collectives(call.group):
+            if self.scatter(self.gather(digest, NOTHING), _are_unlike):
+                self.scatter(self.gather(None, common), dict)
+            return
+        # One small row of each rank, in one all-gather.
         check_in(call.group)
         with self._telling_who_is_gone():
             mark = common_mark_in(Mark(digest, bool(call.problems)), call.group)
@@ -429,6 +432,11 @@ def gone_while(doing: str, ranks: Iterable[int]) -> list[Finding]:
 def _all_to_each(values: Mapping[int, Any]) -> Mapping[int, Any]:
     """Decide that each rank gets every rank's value; nothing where there are none."""
     return {} if all(value is None for value in values.values()) else dict.fromkeys(values, values)
+
+
+def _are_unlike(digests: Mapping[int, bytes]) -> Mapping[int, bool]:
+    """Decide that each rank hears whether the ranks' digests differ."""
+    return dict.fromkeys(digests, len(set(digests.values())) > 1)
 
 
 def _packed_each(ranks: Iterable[int], answers: Mapping[int, Any]) -> dict[int, bytes]:

@@ -221,11 +221,11 @@ def overlaps(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) -> list
 def agree_on(rows: Sequence[str], call: Call, staging_bytes: Optional[int], device: str) -> Agreement:
     """Raise every rank's problems, and the differences between what the ranks pass."""
     condition = hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
-    agreement = call.agree({}, Terms(device, condition, note=rows), staging_bytes=staging_bytes)
+    agreement = call.agree_on_wants({}, Terms(device, condition, note=rows), staging_bytes=staging_bytes)
     if not agreement.is_common:
         first = call.ranks[0]
         call.problems += differences(agreement.table_of(first).note, rows, first)
-        call.agree({})
+        call.agree_on_wants({})
     return agreement
 
 

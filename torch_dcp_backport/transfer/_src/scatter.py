@@ -104,7 +104,7 @@ def scatter(
         call: the call; its problems are why this rank could not make its targets.
         offer: the source's inventory, and on the source the reader of its values.
         targets: this rank's destinations, one for each key that it wants.
-        agreement: the result of `call.agree`.
+        agreement: the result of `call.agree_on_wants`.
         relay_groups: the process groups of each dimension of the meshes that this rank is in, where its terms
             say that it relays; None where the source sends to every replica itself.
 
@@ -129,7 +129,7 @@ def scatter(
         >>> layout = layout_of(local)
         >>> with Call("cannot load", "scatter") as call:
         ...     inventory = call.publish({"w": TensorInfo((4,), torch.float32)})
-        ...     agreement = call.agree({"w": Want(layout, local.dtype)})
+        ...     agreement = call.agree_on_wants({"w": Want(layout, local.dtype)})
         ...     targets = {"w": Target(local, layout.box(call.rank))}
         ...     scatter(call, Offer(inventory, Reader()), targets, agreement)
         >>> local.tolist()
