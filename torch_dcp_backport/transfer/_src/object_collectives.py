@@ -12,7 +12,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
+from typing import Any, NoReturn, Optional, Protocol, Union
 
 import torch
 import torch.distributed as dist
@@ -50,8 +50,32 @@ from torch_dcp_backport.transfer._src.wire import (
     takes_collectives,
 )
 
-if TYPE_CHECKING:
-    from torch_dcp_backport.transfer._src.call import Call
+
+class Call(Protocol):
+    """What an agreement needs of a call: `transfer/_src/call.py` imports this module."""
+
+    title: str
+    kind: type[Exception]
+    rank: int
+    groups: tuple[Group, ...]
+    problems: list[Problem]
+    cause: Optional[Exception]
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def findings(self) -> list[Finding]: ...
+
+    def guard(self) -> contextlib.AbstractContextManager[Attempt[Any]]: ...
+
+    def problem_of(self, error: Exception) -> Problem: ...
+
+    def raise_alone(self) -> None: ...
+
 
 # --- one round of messages ---
 
