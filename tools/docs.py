@@ -71,7 +71,7 @@ NAV: list[Any] = [
         ]
     },
     {"Run it in CI": ["docs/in-your-ci.md"]},
-    {"When something goes wrong": ["docs/troubleshooting.md", "docs/reliability.md"]},
+    {"When something goes wrong": ["docs/troubleshooting.md", "docs/reliability.md", "docs/guarantees.md"]},
     {
         "How it works, and what was tested": [
             "docs/what-is-patched.md",
@@ -81,6 +81,7 @@ NAV: list[Any] = [
             "docs/conformance.md",
             "docs/upstream-tests.md",
             "docs/alternatives.md",
+            "docs/measurements.md",
         ]
     },
 ]
