@@ -251,7 +251,7 @@ def test_a_conversion_that_is_killed_leaves_the_old_checkpoint(tmp_path, model, 
 
 
 def test_what_comes_meanwhile_stays(tmp_path, model, monkeypatch):
-    out, name = tmp_path / "ckpt", "torch_dcp_backport.megatron.convert.companions_of"
+    out, name = tmp_path / "ckpt", "torch_dcp_backport.megatron._src.to_checkpoint.companions_of"
 
     def comes(folder):
         out.mkdir()

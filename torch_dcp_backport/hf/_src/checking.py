@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -70,7 +71,7 @@ def examine(
     """Compare the tensors of an export with the class in its config.json.
 
     By transformers' own class where it is installed and has the class; else by the names in the files of the
-    model's own folder; else, which is said once, only names of peft are refused.
+    model's own folder; else, with a warning, only names of peft are refused.
 
     Args:
         dtype: that the export casts to; None casts nothing.
@@ -79,8 +80,63 @@ def examine(
         is_named: whether the tensors have the names of files already. Else those that have the names of the
             class get the names that `save_pretrained` gives them.
     """
-    changed, has_quantised = dict(config), any(map(is_quantised, tensors.values()))
-    setting = setting_of_5(config)
+    export = Examination(dict(config), tensors, dtype, origin, aliases, is_named)
+    for rule in RULES:
+        facts = rule(export)
+        if facts is not None:
+            return facts
+    return export.facts()
+
+
+@dataclass
+class Examination:
+    """An export under examination. Each of `RULES` adds what it finds, or ends it with the facts."""
+
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    dtype: Optional[torch.dtype]
+    origin: Optional[Path]
+    aliases: Mapping[str, str]
+    is_named: bool
+    #: Tensors of the files that config.json is from; empty where their names say nothing about the export's.
+    source: Mapping[str, Optional[TensorInfo]] = field(default_factory=dict)
+    #: The setting of config.json that transformers 5 alone reads; "" without one.
+    of_5: str = ""
+    #: As in `ClassFacts`.
+    kept: set[str] = field(default_factory=set)
+    tied: tuple[tuple[str, ...], ...] = ()
+    renamed: Mapping[str, str] = NOTHING
+    apart: Mapping[str, Mapping[str, Cutout]] = field(default_factory=dict)
+    #: The class that the tensors are compared with, once it is found.
+    cls: Optional[Found] = None
+
+    @property
+    def found(self) -> Found:
+        assert self.cls is not None, "the rules before this one have found the class"
+        return self.cls
+
+    def facts(self) -> ClassFacts:
+        """The facts where the tensors are those of the class."""
+        return ClassFacts(self.config, [], frozenset(self.kept), self.tied, self.renamed, apart=self.apart)
+
+    def shown(self) -> dict[str, TensorInfo]:
+        """The tensors under the names that tied ones get."""
+        return {self.renamed.get(key, key): info for key, info in self.tensors.items()}
+
+    def by_names(
+        self,
+        why: str,
+        source: Optional[Mapping[str, Optional[TensorInfo]]] = None,
+        is_quantised: bool = False,
+    ) -> ClassFacts:
+        """The facts where the class cannot judge, and why: the names of the model's own files do."""
+        names = self.source if source is None else source
+        problems = _by_names(self.config, self.tensors, names, why)
+        return self.facts()._replace(problems=problems, is_quantised=is_quantised)
+
+
+def warn_of_transformers_5(export: Examination) -> None:
+    export.of_5 = setting = setting_of_5(export.config)
     if setting:
         warn_once(
             logger,
@@ -89,82 +145,135 @@ def examine(
             "transformers 5, or export a text model with like= a config.json of transformers 4: both read it",
             about=setting_of_5,
         )
-    if not has_quantised:
-        changed, gone = classes.without_quantisation(config)
+
+
+def drop_settings_of_quantisation(export: Examination) -> None:
+    """Tensors that are not quantised go without the settings that say how the model's own files are."""
+    if not _is_any_quantised(export.tensors):
+        export.config, gone = classes.without_quantisation(export.config)
         if gone:
             what = f"config.json goes without the {' and the '.join(gone)} that it had"
             warn_once(logger, f"the weights are not quantised: {what}")
-    source = infos_in(origin)
-    if not has_quantised and any(info is not None and is_quantised(info) for info in source.values()):
+
+
+def read_names_of_files(export: Examination) -> None:
+    """Find the tensors of the model's own files, and by them the tensors that keep their dtype."""
+    source = infos_in(export.origin)
+    if not _is_any_quantised(export.tensors) and _is_any_quantised(source):
         # Files with scales beside their weights have other names.
         source = {}
-    kept = {key for key in tensors if dtype is not None and stays(key, dtype, source)}
-    if has_quantised:
-        problems = _by_names(changed, tensors, source, "quantised")
-        return ClassFacts(changed, problems, frozenset(kept), is_quantised=True)
-    tied, renamed = tied_by_name(changed, tensors), renamed_by_name(tensors, aliases)
-    if not classes.knows(changed.get("model_type")):
-        problems = _by_names(changed, tensors, source, "not of transformers")
-        return ClassFacts(changed, problems, frozenset(kept), tied, renamed)
-    asked = _declared(changed)
+    dtype = export.dtype
+    export.source = source
+    export.kept = {key for key in export.tensors if dtype is not None and stays(key, dtype, source)}
+
+
+def judge_quantised(export: Examination) -> Optional[ClassFacts]:
+    """Scales beside weights are no tensors of a class."""
+    return export.by_names("quantised", is_quantised=True) if _is_any_quantised(export.tensors) else None
+
+
+def find_ties_by_name(export: Examination) -> None:
+    export.tied = tied_by_name(export.config, export.tensors)
+    export.renamed = renamed_by_name(export.tensors, export.aliases)
+
+
+def judge_unknown_kind(export: Examination) -> Optional[ClassFacts]:
+    is_known = classes.knows(export.config.get("model_type"))
+    return None if is_known else export.by_names("not of transformers")
+
+
+def find_class(export: Examination) -> Optional[ClassFacts]:
+    config, tensors = export.config, export.tensors
+    asked = _declared(config)
     try:
         if asked:
-            found = _class_of(changed, tensors, asked)
+            export.cls = _class_of(config, tensors, asked)
         else:
-            found = _class_with(changed, tensors, {*tensors, *aliases})
+            export.cls = _class_with(config, tensors, {*tensors, *export.aliases})
     except classes.CannotBuild as error:
         # Its files may have other names than the model: transformers 5 renames as it saves.
-        return ClassFacts(
-            changed, _by_names(changed, tensors, {}, str(error)), frozenset(kept), tied, renamed
-        )
-    if found is None or (found.problems and (has_code(changed) or _are(tensors, source, changed))):
-        why = "with code of its own" if has_code(changed) else "none of this transformers"
-        problems = _by_names(changed, tensors, source, why)
-        return ClassFacts(changed, problems, frozenset(kept), tied, renamed)
-    if found.problems:
-        return ClassFacts(changed, found.problems)
-    if not found.name and source:
-        problems = _by_names(changed, tensors, source, "no class of transformers has just these tensors")
-        return ClassFacts(changed, problems, frozenset(kept), tied, renamed)
-    if not found.name:
-        near, reading = type(found.model).__name__, found.reading
-        sides = (("has not", reading.unexpected), ("has also", reading.missing or list(reading.misshaped)))
-        differs = ", and ".join(f"{verb} {some(names)}" for verb, names in sides if names)
-        warn_once(
-            logger,
-            "no class of transformers has just these tensors: config.json names none, and they are not "
-            f"compared (a {near} {differs})",
-        )
-        return ClassFacts(changed, [], frozenset(kept), tied, renamed)
-    if dtype is not None:
-        names = classes.kept_in_fp32(found.model, dtype)
-        routes = found.reading.routes
-        kept |= {route.key for name, route in routes.items() if name in names and not route.steps}
+        return export.by_names(str(error), source={})
+    return None
+
+
+def judge_by_files(export: Examination) -> Optional[ClassFacts]:
+    """The class is not known here, or not this transformers': the model's own files decide."""
+    config, cls = export.config, export.cls
+    if cls is None or (cls.problems and (has_code(config) or _are(export.tensors, export.source, config))):
+        return export.by_names("with code of its own" if has_code(config) else "none of this transformers")
+    return None
+
+
+def refuse_misfits(export: Examination) -> Optional[ClassFacts]:
+    return ClassFacts(export.config, export.found.problems) if export.found.problems else None
+
+
+def judge_without_class(export: Examination) -> Optional[ClassFacts]:
+    """config.json names no class, and none has just these tensors."""
+    found = export.found
+    if found.name:
+        return None
+    if export.source:
+        return export.by_names("no class of transformers has just these tensors")
+    near, reading = type(found.model).__name__, found.reading
+    sides = (("has not", reading.unexpected), ("has also", reading.missing or list(reading.misshaped)))
+    differs = ", and ".join(f"{verb} {some(names)}" for verb, names in sides if names)
+    warn_once(
+        logger,
+        "no class of transformers has just these tensors: config.json names none, and they are not "
+        f"compared (a {near} {differs})",
+    )
+    return export.facts()
+
+
+def keep_what_the_class_keeps(export: Examination) -> None:
+    if export.dtype is not None:
+        names = classes.kept_in_fp32(export.found.model, export.dtype)
+        routes = export.found.reading.routes
+        export.kept |= {route.key for name, route in routes.items() if name in names and not route.steps}
+
+
+def warn_of_tensors_left_out(export: Examination) -> None:
+    found = export.found
     if found.reading.unexpected:
-        warn_once(
-            logger,
-            f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}",
-        )
-    tied, renamed = tuple(found.reading.tied), classes.renamed_ties(found.model, tensors, found.reading)
-    if changed.get("tie_word_embeddings") is False:
+        left = some(found.reading.unexpected)
+        warn_once(logger, f"from_pretrained leaves out what a {found.name} does not have: {left}")
+
+
+def find_ties_by_class(export: Examination) -> None:
+    found = export.found
+    export.tied = tuple(found.reading.tied)
+    export.renamed = classes.renamed_ties(found.model, export.tensors, found.reading)
+    if export.config.get("tie_word_embeddings") is False:
         # A T5 of transformers 5 is tied all the same, until its files have two tensors: it reads both.
-        tied = tuple(keys for keys in tied if not any(map(HEADS.search, keys)))
-        if heads := list(filter(HEADS.search, {**aliases, **renamed})):
+        export.tied = tuple(keys for keys in export.tied if not any(map(HEADS.search, keys)))
+        if heads := list(filter(HEADS.search, {**export.aliases, **export.renamed})):
             warn_once(
                 logger,
                 f"tie_word_embeddings is false in config.json, and {some(heads)} is the embedding here: it "
                 "is written once, and transformers 4 draws the other at random",
             )
-    shown, reading = {renamed.get(key, key): info for key, info in tensors.items()}, found.reading
+
+
+def name_ties_as_the_class(export: Examination) -> Optional[ClassFacts]:
+    """A tied tensor is written under the name that the class reads; without one the export is refused."""
+    found, renamed = export.found, export.renamed
     if renamed:
-        reading = classes.reading(found.model, shown)
-        if not reading.is_whole:
+        export.cls = found._replace(reading=classes.reading(found.model, export.shown()))
+        if not export.found.reading.is_whole:
             what = f"the name of a tied tensor that a {found.name} is not written with"
-            others = some(list(renamed))
-            return ClassFacts(changed, [Problem(what, others, expected=some(list(renamed.values())))])
-    if is_named:
-        return ClassFacts(found.config, [], frozenset(kept), tied, renamed)
-    in_files, apart, left, unknown = written(found.model, shown, reading)
+            problem = Problem(what, some(list(renamed)), expected=some(list(renamed.values())))
+            return ClassFacts(export.config, [problem])
+    export.config = found.config
+    return None
+
+
+def name_as_save_pretrained(export: Examination) -> None:
+    """Give tensors with the names of the class the names that `save_pretrained` would write."""
+    if export.is_named:
+        return
+    found = export.found
+    in_files, export.apart, left, unknown = written(found.model, export.shown(), found.reading)
     if unknown and not left:
         warn_once(
             logger,
@@ -177,11 +286,11 @@ def examine(
             f"save_pretrained writes {some(left)} of a {found.name} as other tensors, which is not offered "
             "here: an older transformers may not find them, and draw them at random",
         )
-    new = {key: renamed.get(key, key) for key in tensors}
+    new = {key: export.renamed.get(key, key) for key in export.tensors}
     new = {key: in_files.get(name, name) for key, name in new.items()}
-    renamed = {key: name for key, name in new.items() if key != name}
-    unlike = [name for name in new.values() if TOWER.search(name) and name not in source]
-    if unlike and classes.is_5() and not setting:
+    export.renamed = {key: name for key, name in new.items() if key != name}
+    unlike = [name for name in new.values() if TOWER.search(name) and name not in export.source]
+    if unlike and classes.is_5() and not export.of_5:
         warn_once(
             logger,
             f"tensors have their names of transformers 5 ({some(unlike)}): transformers 4 may know them by "
@@ -189,7 +298,27 @@ def examine(
             "transformers 4.57: both open that",
             about=TOWER,
         )
-    return ClassFacts(found.config, [], frozenset(kept), tied, renamed, apart=apart)
+
+
+#: In this order: what is known without the class, the class, and what the class says. The first rule that
+#: returns facts ends the examination.
+RULES: tuple[Callable[[Examination], Optional[ClassFacts]], ...] = (
+    warn_of_transformers_5,
+    drop_settings_of_quantisation,
+    read_names_of_files,
+    judge_quantised,
+    find_ties_by_name,
+    judge_unknown_kind,
+    find_class,
+    judge_by_files,
+    refuse_misfits,
+    judge_without_class,
+    keep_what_the_class_keeps,
+    warn_of_tensors_left_out,
+    find_ties_by_class,
+    name_ties_as_the_class,
+    name_as_save_pretrained,
+)
 
 
 def setting_of_5(config: Mapping[str, Any]) -> str:
@@ -452,6 +581,10 @@ def stays(key: str, dtype: torch.dtype, source: Mapping[str, Optional[TensorInfo
         return False
     # Of a model that is in fp32 as a whole this says nothing.
     return any(info is not None and info.dtype in (torch.bfloat16, torch.float16) for info in source.values())
+
+
+def _is_any_quantised(tensors: Mapping[str, Optional[TensorInfo]]) -> bool:
+    return any(info is not None and is_quantised(info) for info in tensors.values())
 
 
 def is_quantised(info: TensorInfo) -> bool:

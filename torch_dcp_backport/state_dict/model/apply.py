@@ -67,14 +67,14 @@ class Handover:
         strict = outline.info.strict
         self.take_raw(FIRST)
         for entry in outline.entries:
-            self.by_stage.setdefault(plan.stage_of(entry), []).append(entry)
+            self.by_stage.setdefault(plan.load_of(entry).stage, []).append(entry)
         skipped: set[str] = set()
         if plan.is_plain:
             skipped = {entry.load_key for entry in outline.entries if plan.values.get(entry) is entry.value}
         loaded = self.loadable(skipped)
         if plan.metadata is not None:
             loaded._metadata = plan.metadata  # type: ignore[attr-defined]
-        if "" in plan.governance.prefixes:
+        if "" in plan.hooks.prefixes:
             self.bring(ROOT, loaded)
         # Names that may be missing are no error: where the model loads as torch, its keys are judged here.
         forgiven = skipped | plan.forgiven if outline.loads_as_torch else skipped
@@ -108,10 +108,10 @@ class Handover:
             for entry in by_fqn.pop(key, ()):
                 if entry.load_key in skipped:
                     continue
-                if entry in values or entry.place not in plan.governance.by_place:
+                if entry in values or plan.load_of(entry).stage == FIRST:
                     loaded[entry.load_key] = values.get(entry)
                 else:
-                    loaded[entry.load_key] = Awaited(entry.load_key, plan.stage_of(entry))
+                    loaded[entry.load_key] = Awaited(entry.load_key, plan.load_of(entry).stage)
             if key in plan.unexpected:
                 load_key = plan.unexpected[key]
                 if load_key is None and key in own:
@@ -133,12 +133,12 @@ class Handover:
 
     @contextlib.contextmanager
     def brought_when_needed(self) -> Iterator[None]:
-        """Give every governor its tensors when its loading begins; they go when it is done."""
+        """Give every module with a hook its tensors when its loading begins; they go when it is done."""
         replaced: dict[nn.Module, Any] = {}
         try:
-            for place, governor in self.plan.governance.by_place.items():
+            for place, prefix in self.plan.hooks.by_place.items():
                 module = place.module
-                if module not in replaced and ((governor and governor == place.fqn) or self.outline.assigns):
+                if module not in replaced and ((prefix and prefix == place.fqn) or self.outline.assigns):
                     loader = module._load_from_state_dict
                     replaced[module] = vars(module).get("_load_from_state_dict", MISSING)
                     vars(module)["_load_from_state_dict"] = functools.partial(

@@ -1,4 +1,4 @@
-"""The modules of a model as load_state_dict() comes to them, and which loading code looks at what.
+"""The modules of a model as load_state_dict() comes to them, and the loading hooks over each.
 
 Only looks at modules: nothing is called, nothing is written. The rule: a tensor may be written straight into
 its place only if nothing on the way from the root to its owner can see, change, rename, drop or judge it.
@@ -23,8 +23,8 @@ OF_INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm._load_from_state_dict
 NORMS = (nn.modules.batchnorm._NormBase._load_from_state_dict, OF_INSTANCE_NORM)
 #: The name of the batches that a norm has counted.
 COUNT = "num_batches_tracked"
-#: Loading hooks of torch's that rename a wrapper's keys, or look at the parameters alone.
-BLIND_HOOKS = "torch.distributed."
+#: Hooks of torch's that rename a wrapper's keys, or look at the parameters alone: they see no value.
+KEY_HOOKS = "torch.distributed."
 
 
 @dataclass(eq=False)
@@ -41,15 +41,15 @@ class ModulePlace:
     #: Whether FQNs leave its name for its child out; whether it declares children that its hooks rename.
     wraps: bool
     renames: bool
-    #: Whether its loading code sees the state dict, whatever the keys.
-    looks: bool
+    #: Whether it has a loading hook: code that sees the state dict, whatever the keys.
+    has_hook: bool
     #: Whether hooks or loading code outside torch see its keys; whether any code outside torch takes part.
     user_loader: bool
     user_code: bool
     #: Whether code outside torch takes part in loading this module, or one that it is part of.
     below_user_code: bool
     #: Whether a hook outside torch runs after everything here is loaded.
-    looked_at_after: bool
+    has_post_hook: bool
 
 
 def places_of(model: nn.Module, modifiers: str) -> list[ModulePlace]:
@@ -95,43 +95,43 @@ def place_of(
         fqn,
         isinstance(module, wrappers),
         declares(module, modifiers),
-        looks(module),
+        has_loading_hook(module),
         user_loader,
         user_code,
         user_code or (parent is not None and parent.below_user_code),
-        after or (parent is not None and parent.looked_at_after),
+        after or (parent is not None and parent.has_post_hook),
     )
 
 
-def governors_of(
-    places: Iterable[ModulePlace], keys: Collection[object], forced: Collection[str]
+def hooks_over(
+    places: Iterable[ModulePlace], keys: Collection[object], also: Collection[str]
 ) -> dict[ModulePlace, str]:
-    """Place -> FQN prefix of its governor: the topmost module whose loading code looks at what it holds.
+    """Place -> FQN prefix of the topmost module, itself or above it, with a loading hook.
 
     Args:
         places: as `places_of` gives them.
         keys: the FQNs in the state dict.
-        forced: FQN prefixes of modules that count as governors whatever they are.
+        also: FQN prefixes of modules that count as if they had a hook.
 
     Returns:
         those that have one, in the order of load_state_dict().
     """
-    governors: dict[ModulePlace, str] = {}
+    hooks: dict[ModulePlace, str] = {}
     for place in places:
-        governor = None if place.parent is None else governors.get(place.parent)
-        if governor is None and (
-            place.looks
+        prefix = None if place.parent is None else hooks.get(place.parent)
+        if prefix is None and (
+            place.has_hook
             or place.renames
-            or place.fqn in forced
+            or place.fqn in also
             or (is_norm(place.module) and not is_complete(place, keys))
         ):
-            governor = place.fqn
-        if governor is not None:
-            governors[place] = governor
-    return governors
+            prefix = place.fqn
+        if prefix is not None:
+            hooks[place] = prefix
+    return hooks
 
 
-def looks(module: nn.Module) -> bool:
+def has_loading_hook(module: nn.Module) -> bool:
     """Whether loading code of this module sees the state dict, or what is below. Norms are another case."""
     if has_loader(module):
         return True
@@ -139,7 +139,7 @@ def looks(module: nn.Module) -> bool:
         # It runs before the children are loaded, and may make or change them.
         return True
     hooks = module._load_state_dict_pre_hooks.values()
-    return any(not module_of(hook).startswith(BLIND_HOOKS) for hook in hooks)
+    return any(not module_of(hook).startswith(KEY_HOOKS) for hook in hooks)
 
 
 def has_loader(module: nn.Module) -> bool:

@@ -23,8 +23,8 @@ from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_me
 from torch_dcp_backport.state_dict.model.places import (
     COUNT,
     ModulePlace,
-    governors_of,
     has_loader,
+    hooks_over,
     is_norm,
     makes_up,
     refuses_statistics,
@@ -42,17 +42,34 @@ ROOT = "the model"
 Owner = Union[Sequence[KeyEntry], str]
 
 
-class Governance(NamedTuple):
-    """The loading code that looks at values, for one inventory."""
+class EntryLoad(NamedTuple):
+    """The way in which the value of one entry is loaded."""
 
-    #: Place -> FQN prefix of its governor; places without one are not in it.
+    #: When it moves: FIRST, or when the hook of the stage is about to see it.
+    stage: str = FIRST
+    #: Whether a loading hook sees it, and judges its name and shape.
+    is_hooked: bool = False
+    #: Whether it is loaded whole, for its own sake or for that of the offer.
+    is_whole: bool = False
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is written straight into its place."""
+        return self.stage == FIRST and not self.is_whole
+
+
+IN_PLACE = EntryLoad()
+
+
+class LoadingHooks(NamedTuple):
+    """The loading hooks of a model, for one inventory."""
+
+    #: Place -> FQN prefix of the topmost module with a hook over it; places without one are not in it.
     by_place: Mapping[ModulePlace, str]
     #: The FQN prefixes, also those of other ranks, in load order.
     prefixes: Sequence[str]
-    #: FQN prefixes of modules without loading code that govern because their tensors are loaded whole.
-    blind: frozenset[str]
-    #: The ids of entries that are loaded whole, for their own sake or for that of the offer.
-    whole: frozenset[int]
+    #: The entries that are not written in place.
+    entries: Mapping[KeyEntry, EntryLoad]
 
 
 class ModelPlan(LoadPlan):
@@ -64,7 +81,7 @@ class ModelPlan(LoadPlan):
         outline: Outline,
         source: StateSource,
         inventory: Inventory,
-        governance: Governance,
+        hooks: LoadingHooks,
     ) -> None:
         super().__init__(problems)
         self.applied.append("what no loading code looks at")
@@ -74,8 +91,8 @@ class ModelPlan(LoadPlan):
         metadata = inventory.get(About.METADATA)
         #: Of the modules by their names inside wrappers, too.
         self.metadata = None if metadata is None else renamed_metadata(metadata, outline.places)
-        self.governance = governance
-        self.stages = [prefix or ROOT for prefix in governance.prefixes]
+        self.hooks = hooks
+        self.stages = [prefix or ROOT for prefix in hooks.prefixes]
         # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
         self.user_code = not outline.info.fsdp_modules and (
             not self.is_plain or any(place.user_code for place in outline.places)
@@ -99,24 +116,22 @@ class ModelPlan(LoadPlan):
         With many small DTensors that costs more than the transfer. Nothing can see the difference: the
         keys were judged before, and no loading code but torch's plain one takes part.
         """
-        return not self.governance.prefixes and not self.outline.user_loader
+        return not self.hooks.prefixes and not self.outline.user_loader
 
-    def stage_of(self, entry: KeyEntry) -> str:
-        """When an entry's value moves: first, or when its governor is about to look."""
-        governor = self.governance.by_place.get(entry.place)
-        return FIRST if governor is None else governor or ROOT
+    def load_of(self, entry: KeyEntry) -> EntryLoad:
+        return self.hooks.entries.get(entry, IN_PLACE)
 
     def stage_of_key(self, key: Any) -> str:
         """The stage of a key that is not the model's."""
         text = str(key)
-        return next(prefix or ROOT for prefix in self.governance.prefixes if text.startswith(prefix))
+        return next(prefix or ROOT for prefix in self.hooks.prefixes if text.startswith(prefix))
 
     def load_key_of(self, key: Any) -> Optional[str]:
         """The load key of a key that is not the model's; None where no loading code looks at it."""
         text = str(key)
-        for place, governor in self.governance.by_place.items():
-            if governor == place.fqn and text.startswith(place.fqn):
-                # A norm of torch knows no others: that is told before anything is written.
+        for place, prefix in self.hooks.by_place.items():
+            if prefix == place.fqn and text.startswith(place.fqn):
+                # A norm of torch knows no others: that is an error before anything is written.
                 judged = self.outline.judges_keys and place in self.norms
                 return None if judged else place.prefix + text[len(place.fqn) :]
         return None
@@ -124,12 +139,12 @@ class ModelPlan(LoadPlan):
     @functools.cached_property
     def norms(self) -> set[ModulePlace]:
         """The norms of torch that look at what they hold, and no other code does."""
-        by_place = self.governance.by_place
-        others = {governor for place, governor in by_place.items() if place.looks or place.renames}
+        by_place = self.hooks.by_place
+        others = {prefix for place, prefix in by_place.items() if place.has_hook or place.renames}
         return {
             place
-            for place, governor in by_place.items()
-            if governor == place.fqn and governor not in others and is_norm(place.module)
+            for place, prefix in by_place.items()
+            if prefix == place.fqn and prefix not in others and is_norm(place.module)
         }
 
     def version_of(self, place: ModulePlace) -> Optional[int]:
@@ -143,13 +158,9 @@ class ModelPlan(LoadPlan):
         local, given = local_of(live), local_of(value)
         return has_slices(local) and has_slices(given) and is_same_view(given, local)
 
-    def is_looked_at(self, entry: KeyEntry) -> bool:
-        """Whether loading code judges the shape."""
-        return entry.place in self.governance.by_place and entry.place.fqn not in self.governance.blind
-
     def may_be_made_up(self, entry: KeyEntry) -> bool:
         """Whether loading code may find a value for a name that the checkpoint lacks."""
-        if not self.is_looked_at(entry):
+        if not self.load_of(entry).is_hooked:
             return False
         place = entry.place
         return place not in self.norms or makes_up(place, entry.name, self.version_of(place))
@@ -187,7 +198,7 @@ def plan_model(
     problems: list[Problem],
 ) -> ModelPlan:
     """Plan the load of a full state dict; `stages` as in `Planner.plan`."""
-    plan = ModelPlan(problems, outline, source, inventory, govern(outline, inventory, stages))
+    plan = ModelPlan(problems, outline, source, inventory, find_hooks(outline, inventory, stages))
     fqns = {entry.fqn for entry in outline.entries}
     for key in plan.inventory:
         if key not in fqns:
@@ -195,51 +206,53 @@ def plan_model(
     problems += problems_of_norms(plan, fqns)
     for entries in outline.ties:
         present = [entry for entry in entries if entry.fqn in plan.inventory]
-        governed = any(
-            entry.place in plan.governance.by_place or id(entry) in plan.governance.whole for entry in entries
-        )
         if not present:
-            plan_missing(plan, entries, may_be=governed and all(map(plan.may_be_made_up, entries)))
-        elif governed:
-            plan_governed(plan, entries, present)
-        else:
+            plan_missing(plan, entries, may_be=all(map(plan.may_be_made_up, entries)))
+        elif all(plan.load_of(entry).is_in_place for entry in entries):
             plan_tied(plan, entries, present)
+        else:
+            plan_for_loader(plan, entries, present)
     return plan
 
 
 # --- loading code ----------------------------------------------------------------------------
 
 
-def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Governance:
-    """Find the loading code that looks at values, for this inventory."""
+def find_hooks(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> LoadingHooks:
+    """Find the loading hooks that see values, for this inventory, and the entries that they see."""
     elsewhere = topmost("" if stage == ROOT else stage for stage in stages)
-    forced = set(elsewhere)
+    also = set(elsewhere)
     if outline.info.fsdp_modules or not outline.loads_as_torch:
-        forced.add("")
-    by_place = governors_of(outline.places, inventory, forced)
-    whole = frozenset(
-        id(entry) for entry in outline.entries if needs_whole(outline, entry, inventory.get(entry.fqn))
-    )
-    before, blind = set(forced), set()
+        also.add("")
+    by_place = hooks_over(outline.places, inventory, also)
+    whole = {entry for entry in outline.entries if needs_whole(outline, entry, inventory.get(entry.fqn))}
+    # Whole tensors move one module at a time, so a module without others below it is a stage of its own. It
+    # has no hook: nothing but the plan judges its tensors. A module with others below it gets its whole
+    # tensors first, with everything that is written in place.
+    of_whole: set[str] = set()
+    before = set(also)
     for entries in outline.ties:
         # A hook may change a value after it is loaded, and it may be loaded again under a later name.
-        governed = any(entry.place in by_place for entry in entries)
-        if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
-            forced |= {entry.place.fqn for entry in entries if entry.place not in by_place}
-            continue
-        # Whole tensors move one module at a time: a leaf governs itself. A module with others below it gets
-        # them first, with everything that is written in place.
-        leaves = {
-            entry.place.fqn for entry in entries if id(entry) in whole and not entry.place.module._modules
-        }
-        blind |= leaves
-        forced |= leaves
-    if forced != before:
-        by_place = governors_of(outline.places, inventory, forced)
+        is_hooked = any(entry.place in by_place for entry in entries)
+        if is_hooked or (len(entries) > 1 and any(entry.place.has_post_hook for entry in entries)):
+            also |= {entry.place.fqn for entry in entries if entry.place not in by_place}
+        else:
+            leaves = (entry for entry in entries if not entry.place.module._modules)
+            of_whole |= {entry.place.fqn for entry in leaves if entry in whole}
+    also |= of_whole
+    if also != before:
+        by_place = hooks_over(outline.places, inventory, also)
     prefixes = list(dict.fromkeys(by_place.values()))
     if elsewhere:
         prefixes = topmost([*elsewhere, *prefixes])
-    return Governance(by_place, prefixes, frozenset(blind), whole)
+    loads: dict[KeyEntry, EntryLoad] = {}
+    for entry in outline.entries if by_place or whole else ():
+        prefix = by_place.get(entry.place)
+        if prefix is not None:
+            loads[entry] = EntryLoad(prefix or ROOT, entry.place.fqn not in of_whole, entry in whole)
+        elif entry in whole:
+            loads[entry] = EntryLoad(is_whole=True)
+    return LoadingHooks(by_place, prefixes, loads)
 
 
 def needs_whole(outline: Outline, entry: KeyEntry, offer: Any) -> bool:
@@ -270,7 +283,7 @@ def problems_of_norms(plan: ModelPlan, fqns: Collection[str]) -> Iterator[Proble
     Args:
         fqns: of the model.
     """
-    for place in filter(plan.norms.__contains__, plan.governance.by_place):
+    for place in filter(plan.norms.__contains__, plan.hooks.by_place):
         version, count = plan.version_of(place), place.fqn + COUNT
         if refuses_statistics(place, version):
             for key in statistics_of(place, plan.inventory):
@@ -345,11 +358,12 @@ def plan_direct(plan: ModelPlan, entry: KeyEntry, entries: list[KeyEntry]) -> No
         plan.want_in_place(key, live, entries)
 
 
-def plan_governed(plan: ModelPlan, entries: list[KeyEntry], present: list[KeyEntry]) -> None:
-    """Plan a tensor that loading code looks at: it gets what the checkpoint holds under each name."""
+def plan_for_loader(plan: ModelPlan, entries: list[KeyEntry], present: list[KeyEntry]) -> None:
+    """Plan a tensor for load_state_dict(), which gets what the checkpoint holds under each name."""
     for entry in present:
-        if plan.is_looked_at(entry) or fits(plan, entry):
-            plan_value(plan, entry.fqn, entry.value, plan.stage_of(entry), [entry])
+        load = plan.load_of(entry)
+        if load.is_hooked or fits(plan, entry):
+            plan_value(plan, entry.fqn, entry.value, load.stage, [entry])
         if isinstance(entry.value, torch.Tensor) and plan.is_copied(entry):
             plan.writes(entry.fqn, entry.value)
     if not plan.outline.info.fsdp_modules:

@@ -46,7 +46,7 @@ def copies_of(outline: Outline, state: Mapping[Any, Any]) -> Optional[list[Copy]
     if info.broadcast_from_rank0 or info.fsdp_modules or len(entries) != len(state) or outline.user_loader:
         return None
     if type(state) not in (dict, OrderedDict) or any(
-        place.looks or place.renames or (is_norm(place.module) and not is_complete(place, state))
+        place.has_hook or place.renames or (is_norm(place.module) and not is_complete(place, state))
         for place in outline.places
     ):
         return None
