@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.optim.own import HOME, Looked, load_into
+from torch_dcp_backport.state_dict.optim.own import HOME, IndexedParams, load_into
 
 CAST = "_process_value_according_to_param_policy"
 
@@ -71,7 +71,7 @@ def test_groups_keep_what_is_theirs() -> None:
     load_into(optim, state)
     kinds = [optim.state[param]["step"].dtype for group in optim.param_groups for param in group["params"]]
     assert kinds == [torch.float32] * 2 + [torch.float64] * 4
-    assert type(copy.deepcopy(Looked(["a"]))) is list
+    assert type(copy.deepcopy(IndexedParams(["a"]))) is list
 
 
 def kinds_in(state_dict: Any) -> list[type]:
@@ -201,8 +201,10 @@ def test_a_load_of_full_states_makes_use_of_it(monkeypatch: pytest.MonkeyPatch) 
     model(torch.ones(1, 2)).sum().backward()
     optim.step()
     asked: list[object] = []
-    native = Looked.__contains__
-    monkeypatch.setattr(Looked, "__contains__", lambda self, name: asked.append(name) or native(self, name))
+    native = IndexedParams.__contains__
+    monkeypatch.setattr(
+        IndexedParams, "__contains__", lambda self, name: asked.append(name) or native(self, name)
+    )
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(
         model, optim, get_optimizer_state_dict(model, optim, options=options), options=options

@@ -134,7 +134,7 @@ class _Ending(ModuleSpec):
 def when_ended(name: str, after: Callable[[], None]) -> bool:
     """Call `after` when the import of a module has ended, in the thread that imports it.
 
-    Nothing else tells: the module was looked for before there was a hook, or has none.
+    There is no other sign: the module was looked for before there was a hook, or has none.
 
     Returns:
         whether it will be called: the module is in the middle of its import.

@@ -1,4 +1,4 @@
-"""The packages that activation stands on: each is checked before its first use, and imported nowhere else."""
+"""The packages that activation needs: each is checked before its first use, and imported nowhere else."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def plan(
     Unless it has to be `complete`, a name that another tool has replaced is left out where the others can do
     without.
 
-    `former`: the swaps of before a module of torch's was executed again, by name. What stands there is ours.
+    `former`: the swaps of before a module of torch's was executed again, by name. What is there is ours.
     """
     swaps, attributes, left_out = [], [], []
     for target in TABLE.targets:

@@ -141,7 +141,7 @@ def row(label: str, text: str, names: Iterable[str] = ()) -> list[str]:
     Args:
         label: at most 12 characters.
         text: a sentence or a value.
-        names: what stands below the text, separated by commas.
+        names: the line below the text, separated by commas.
     """
     lines = _wrapped(f"  {label:<{INDENT - 2}}{text}", "", " " * INDENT)
     return lines + (_wrapped(", ".join(names), " " * INDENT) if names else [])

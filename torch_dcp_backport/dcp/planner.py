@@ -191,7 +191,7 @@ def path_of(key: str, metadata: Metadata) -> tuple[Any, ...]:
 
 
 def own_class(planner: Any) -> type[Any]:
-    """Return torch's class among those of a planner. Its name in the module may stand for another by now."""
+    """Return torch's class among those of a planner. Its name in the module may mean another by now."""
     name = EmptyStateDictLoadPlanner.__name__
     return next(
         kind

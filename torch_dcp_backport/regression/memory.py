@@ -61,15 +61,15 @@ def limit(*, keeps: int | None = None, peak: int | None = None) -> Iterator[Figu
     if keeps is not None and figures.kept > keeps:
         largest = sorted(((*entry, device) for (device, _), entry in new.items()), reverse=True)[:SHOWN]
         lines = [
-            f"  {_spell(size)} held by a tensor {holder} on {device}" for size, holder, device in largest
+            f"  {_amount(size)} held by a tensor {holder} on {device}" for size, holder, device in largest
         ]
         raise AssertionError(
-            f"{_rank()} keeps {_spell(figures.kept)} of tensors alive that were not before, "
-            f"{_spell(keeps)} are allowed. The largest of {len(new)}:\n" + "\n".join(lines)
+            f"{_rank()} keeps {_amount(figures.kept)} of tensors alive that were not before, "
+            f"{_amount(keeps)} are allowed. The largest of {len(new)}:\n" + "\n".join(lines)
         )
     if peak is not None and figures.peak is not None and figures.peak > peak:
-        needed = f"{_rank()} needed {_spell(figures.peak)} at its peak"
-        raise AssertionError(f"{needed}, {_spell(peak)} are allowed")
+        needed = f"{_rank()} needed {_amount(figures.peak)} at its peak"
+        raise AssertionError(f"{needed}, {_amount(peak)} are allowed")
 
 
 def _rank() -> str:
@@ -78,7 +78,7 @@ def _rank() -> str:
     return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
 
 
-def _spell(nbytes: int) -> str:
+def _amount(nbytes: int) -> str:
     return f"{nbytes} bytes ({nbytes / meter.MIB:.1f} MiB)"
 
 

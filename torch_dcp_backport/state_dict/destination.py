@@ -135,7 +135,7 @@ def value_of(destination: Destination, filled: torch.Tensor) -> Any:
             written.copy_(filled.view(written.shape))
         return like
     if becomes is Becomes.REPLICA:
-        assert isinstance(like, compat.DTensor), "replicas stand on a mesh"
+        assert isinstance(like, compat.DTensor), "replicas are on a mesh"
         return compat.replicated(filled, like.device_mesh)
     if becomes is Becomes.STATE:
         local = local_of(like)

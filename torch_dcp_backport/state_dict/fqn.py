@@ -40,7 +40,7 @@ def get_fqns(
 ) -> set[str]:
     """The canonical FQNs of a parameter, buffer or submodule of `model`.
 
-    One name, except for a FlatParameter of FSDP1, which stands for several.
+    One name, except for a FlatParameter of FSDP1, which has several.
 
     Args:
         model: the root model.
@@ -153,7 +153,7 @@ def visit(module: nn.Module, prefix: str, seen: set[nn.Module], modifiers: str) 
     hidden = set(getattr(module, modifiers)().values()) if declares(module, modifiers) else set()
     for name, submodule in module._modules.items():
         if submodule is not None and submodule not in seen:
-            # A renamed child's state stands under its parent's own name.
+            # A renamed child's state is under its parent's own name.
             below = prefix if name in hidden else f"{prefix}{name}."
             yield from visit(submodule, below, seen, modifiers)
     transient = module._non_persistent_buffers_set

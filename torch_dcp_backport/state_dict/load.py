@@ -43,7 +43,7 @@ class LoadPlan:
         self.stages: Sequence[str] = ()
         #: Whether code outside torch takes part in `Planner.apply`: it can fail on one rank alone.
         self.user_code = False
-        #: The parts that were handed over, for an error.
+        #: The parts that were applied, for an error.
         self.applied: list[str] = []
         #: Missing and unexpected keys of a model, once it is loaded.
         self.keys = _IncompatibleKeys([], [])
@@ -53,7 +53,7 @@ class LoadPlan:
         raise NotImplementedError
 
     def written(self) -> str:
-        """The parts that were handed over so far, for an error."""
+        """The parts that were applied so far, for an error."""
         return ", ".join(self.applied)
 
     def usable(self, key: Key, offer: Any) -> bool:

@@ -243,7 +243,7 @@ class BroadcastLoad(Load):
             self.fetch_next()
 
     def fetch_next(self) -> None:
-        """Fetch the next stage. Every rank comes to it, or tells the others here why it does not."""
+        """Fetch the next stage. Every rank comes to it, or sends the others its problem here."""
         stage = self.pending.pop(0)
         self.call.is_settled = True
         terms = Terms(device=self.agreement.device, user_code=True, relays=self.relays is not None)
@@ -286,7 +286,7 @@ class BroadcastLoad(Load):
             return f"{self.call.title}: {spell_broken_off(self.call.rank, doing, written)}"
 
         with as_transfer_error(text):
-            # A target may be the source's own tensor: no copy of it stands in between.
+            # A target may be the source's own tensor: no copy of it is made.
             self.fill_from(self.source if self.is_source else values, targets)
 
 

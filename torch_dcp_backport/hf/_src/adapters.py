@@ -47,7 +47,7 @@ OF_A_VOCABULARY = EMBEDDINGS | {"wte", "word_embeddings", "embed_in", "embed_out
 
 
 class CannotMerge(ValueError):
-    """An adapter that no plain weights can stand for."""
+    """An adapter that cannot be merged into plain weights."""
 
 
 class Low(NamedTuple):
@@ -156,7 +156,7 @@ def merged(
     Args:
         adapter: the adapter's name; None is the only one that there is.
         transposed: path of a module -> whether its weight is (in, out), as a Conv1D's; of others their
-            shapes and those of their neighbours tell.
+            shapes and those of their neighbours decide.
 
     Raises:
         CannotMerge: another method than LoRA, a quantised weight, ...; naming the key.
@@ -194,7 +194,7 @@ def merged(
 
 
 class Sides:
-    """The order of a square weight's two sides, which neither its shape nor the adapter's tells.
+    """The order of a square weight's two sides, which follows neither from its shape nor from the adapter's.
 
     peft takes it from the layer's class, and its setting `fan_in_fan_out` is that of the last layer alone.
     """
@@ -207,7 +207,7 @@ class Sides:
         config: Mapping[str, Any],
         transposed: Mapping[str, bool],
     ) -> None:
-        """Look at the weights that are not square: an adapter or a bias tells which side is which."""
+        """Look at the weights that are not square: an adapter or a bias shows which side is which."""
         self.is_asked = bool(config.get("fan_in_fan_out"))
         self.transposed = transposed
         #: Last part of a path -> the orders of such weights.
@@ -231,7 +231,7 @@ class Sides:
         """Return whether the square weight of a module is (in, out).
 
         Raises:
-            CannotMerge: nothing tells.
+            CannotMerge: nothing decides.
         """
         known = self.transposed.get(path)
         if known is not None:

@@ -75,7 +75,7 @@ class Written(NamedTuple):
         renamed: the model's tensor -> its name in the files.
         apart: the model's tensor -> the tensors of the files that are its parts, in their order.
         left: tensors that keep their names, although `save_pretrained` writes others.
-        unknown: why all tensors keep their names where `left` does not tell it; "" where nothing is unknown.
+        unknown: why all tensors keep their names where `left` does not say it; "" where nothing is unknown.
     """
 
     renamed: Mapping[str, str]

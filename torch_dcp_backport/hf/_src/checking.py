@@ -400,7 +400,7 @@ def _class_with(
     A `Found` without a name where no class has. Tensors that are only a part of a class's were lost.
 
     Args:
-        names: of all tensors, each under all of its names: these tell a model with a tied head from one
+        names: of all tensors, each under all of its names: by these a model with a tied head differs from one
             without.
     """
     every: list[Found] = []

@@ -92,7 +92,7 @@ class CannotBuild(Exception):
 
 
 class CannotTell(Exception):
-    """transformers failed to tell the tensors that `save_pretrained` writes."""
+    """transformers could not list the tensors that `save_pretrained` writes."""
 
 
 def names_for(config: Mapping[str, Any], is_every: bool = False) -> list[str]:
@@ -153,7 +153,7 @@ def _built(name: str, config: str) -> nn.Module:
     values, _ = without_quantisation(json.loads(config))
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
     with TemporaryDirectory() as folder:
-        # As `from_pretrained` reads it: some values are spelled in a way of their own.
+        # As `from_pretrained` reads it: some values have a form of their own.
         Path(folder, "config.json").write_text(json.dumps(values))
         made = auto.CONFIG_MAPPING[values["model_type"]].from_pretrained(folder)
     state = random.getstate()
@@ -168,7 +168,7 @@ def _built(name: str, config: str) -> nn.Module:
 
 
 def without_quantisation(config: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Return (a configuration without what tells how weights are quantised, the paths of what is gone).
+    """Return (a configuration without the settings of quantisation, the paths of what is gone).
 
     The parts of a model have configurations of their own.
     """
@@ -296,7 +296,7 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
     """Return the tensors of a model that keep their dtype where the others are cast.
 
     Buffers, and what transformers' own class keeps: such values (the correction of a router's scores) differ
-    by less than a shorter dtype can tell.
+    by less than a shorter dtype resolves.
     """
     persistent = set(model.state_dict())
     kept = {name for name, _ in model.named_buffers() if name in persistent}
@@ -374,7 +374,7 @@ def patterns_of_4(kind: type) -> Mapping[str, str]:
 
 
 def _saved_by_4(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's tensors under the names that transformers 4 writes, as far as it can tell them."""
+    """Return a model's tensors under the names that transformers 4 writes, as far as it knows them."""
     back = {}
     for pattern, name in patterns_of_4(type(model)).items():
         # Of a pattern that looks ahead the rest is the name.

@@ -51,7 +51,7 @@ BUFFERS = 2
 #: Keys that a warning names.
 SHOWN = 10
 NOTHING_NEW = "the folder is as it was"
-#: Entries of what the first rank tells the others of an export.
+#: Keys of what the first rank sends the others about an export.
 KEPT, TIED, RENAMED, APART = ("kept",), ("tied",), ("renamed",), ("apart",)
 DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
@@ -484,7 +484,7 @@ def with_config(target: ExportTarget, before: Mapping[str, Any], config: Mapping
 
 
 def without_quantisation(target: ExportTarget) -> ExportTarget:
-    """Return a target without the small files that tell how weights are quantised."""
+    """Return a target without the small files that say how weights are quantised."""
     names = [name for name in target.companions if not OF_QUANTISED.fullmatch(name)]
     return target._replace(companions={name: target.companions[name] for name in names})
 

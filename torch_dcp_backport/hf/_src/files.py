@@ -25,7 +25,7 @@ from torch_dcp_backport.transfer import TensorInfo
 logger = logging.getLogger("torch_dcp_backport.hf")
 
 #: Weight files of an older export of ours or of transformers, beside those that its index names. Other
-#: programs take Mistral's own files, which stand beside, before those of transformers.
+#: programs take Mistral's own files, which are beside these, before those of transformers.
 WEIGHTS = re.compile(
     r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
@@ -122,7 +122,7 @@ class ExportDraft(InRoom):
         self._others: list[str] = []
 
     def restore(self) -> None:
-        """Leave what stands aside: single files, which `_look` puts back."""
+        """Leave what was set aside: single files, which `_look` puts back."""
 
     def _look(self) -> None:
         """Look at the target again, now that no other export changes it."""

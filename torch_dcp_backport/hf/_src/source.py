@@ -270,7 +270,7 @@ class Folder:
 
 
 def looked_at(path: Path) -> tuple[dict[str, FileEntry], SeenFile]:
-    """Return the tensors of a file, and what tells it from others, with a single open.
+    """Return the tensors of a file, and its identity, with a single open.
 
     Raises:
         FormatError, OSError: as `read_header`.
@@ -292,7 +292,7 @@ def stamp_of(seen: os.stat_result) -> tuple[int, ...]:
 
 
 def marks_of(path: Path) -> tuple[Optional[tuple[int, ...]], ...]:
-    """Return what tells a folder of a model from others, with a few calls; the same where it is shared.
+    """Return the identity of a model's folder, with a few calls; it is the same where the folder is shared.
 
     A copy on another machine's disk has other inodes or times. Links may lead elsewhere on each machine.
     """

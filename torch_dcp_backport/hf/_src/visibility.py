@@ -23,7 +23,7 @@ def opened_together(
 
     The first rank alone reads the headers of a folder's files, of which there may be thousands on a disk that
     all ranks share. Ranks that see the same folder get them from it; a rank that sees another, such as a copy
-    on its own machine, reads that. `look` comes next, and tells whether all see the same files.
+    on its own machine, reads that. `look` comes next: it finds whether all see the same files.
 
     Args:
         call: the call under which all ranks raise the same problems.

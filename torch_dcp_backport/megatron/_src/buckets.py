@@ -410,7 +410,7 @@ def _pieces(box: Box) -> Iterator[Box]:
 
 
 def _first(box: Box) -> Box:
-    """Return the first row of a box, which tells most others apart."""
+    """Return the first row of a box, which differs from most others."""
     for axis in range(len(box.size) - 1):
         box = box.head(axis, 1)
     return box

@@ -1,4 +1,4 @@
-"""Hand what was loaded to a model, through its own `load_state_dict()`.
+"""Give what was loaded to a model, through its own `load_state_dict()`.
 
 Tensors that loading code of the model can look at are fetched right before that code runs, one such module at
 a time.
@@ -96,7 +96,7 @@ class Handover:
     def loadable(self, skipped: set[str]) -> OrderedDict[str, Any]:
         """The state dict for the model's own load_state_dict(), in the checkpoint's order.
 
-        A tensor that is in place already stands for itself. Tensors that loading code looks at follow later.
+        A tensor that is in place already is its own value. Tensors below a loading hook follow later.
         """
         plan, values = self.plan, self.plan.values
         by_fqn: dict[str, list[KeyEntry]] = {}

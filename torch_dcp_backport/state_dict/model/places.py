@@ -60,7 +60,7 @@ def places_of(model: nn.Module, modifiers: str) -> list[ModulePlace]:
     while pending:
         place = pending.pop()
         places.append(place)
-        # A renamed child's state stands under its parent's own name.
+        # A renamed child's state is under its parent's own name.
         hidden = set(getattr(place.module, modifiers)().values()) if place.renames else ()
         children = [
             place_of(child, place, "" if name in hidden else f"{name}.", modifiers, wrappers)

@@ -268,7 +268,7 @@ def needs_whole(outline: Outline, entry: KeyEntry, offer: Any) -> bool:
 
 
 def topmost(prefixes: Iterable[str]) -> list[str]:
-    """The prefixes without those that stand below another one."""
+    """The prefixes that are not below another one."""
     prefixes = list(dict.fromkeys(prefixes))
     return [
         prefix
@@ -385,7 +385,7 @@ def fits(plan: ModelPlan, entry: KeyEntry) -> bool:
 def plan_value(plan: ModelPlan, key: Any, live: Any, stage: str, owner: Owner) -> None:
     """Plan a value for loading code, which judges it: a shard where `live` is sharded, else whole.
 
-    The value of a dict that this rank holds itself is handed on as it is, as torch does.
+    The value of a dict that this rank holds itself is passed on as it is, as torch does.
     """
     offer, outline = plan.inventory[key], plan.outline
     local = not outline.info.broadcast_from_rank0

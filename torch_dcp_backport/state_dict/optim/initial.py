@@ -30,7 +30,7 @@ class OptimizerKind(NamedTuple):
     """One of torch's own optimizers that makes states in the first step that finds a gradient."""
 
     #: State -> its value before that step, where the step leaves another one even without a gradient. LR
-    #: stands for the group's learning rate.
+    #: in place of the group's learning rate.
     before: Mapping[str, Any]
     #: Whether every parameter of a group gets the same states: each of its shape, or a scalar.
     uniform: bool = True

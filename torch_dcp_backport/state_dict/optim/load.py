@@ -23,8 +23,8 @@ from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
 from torch_dcp_backport.state_dict.optim.own import load_into
 from torch_dcp_backport.state_dict.optim.plan import (
-    NAMES,
-    Boxed,
+    STATELESS,
+    GroupValue,
     OptimOutline,
     OptimPlan,
     outline_of,
@@ -103,7 +103,7 @@ def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: State
     values = paths_of(part)
     if part:
         fqns = (fqn for group in outline.groups for fqn in group)
-        values[NAMES] = Boxed([fqn for fqn in fqns if fqn not in part[STATE]])
+        values[STATELESS] = GroupValue([fqn for fqn in fqns if fqn not in part[STATE]])
     return values
 
 
@@ -188,7 +188,7 @@ def part_of(
 
 
 def by_fqn(state: Mapping[str, Any], fqns_of_groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """A state dict with parameter numbers, by the FQNs that stand at the same places."""
+    """A state dict with parameter numbers, by the FQNs at the same places."""
     numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
     fqns = [fqn for group in fqns_of_groups for fqn in group]
     if len(numbers) != len(fqns):

@@ -1,4 +1,4 @@
-"""Hand a state dict that was made here to an optimizer's own `load_state_dict()`.
+"""Give a state dict that was made here to an optimizer's own `load_state_dict()`.
 
 torch looks for the parameter of every state in the lists of the groups, one after the other: the work of that
 grows with the square of the number of parameters. Must never show another kind of list to code that is not
@@ -22,7 +22,7 @@ from torch_dcp_backport.state_dict.patched import original_method
 NAME, HOME, WRAPPER = "__name__", "torch.optim.optimizer", "torch._compile"
 
 
-class Looked(list):  # type: ignore[type-arg]
+class IndexedParams(list):  # type: ignore[type-arg]
     """The parameters of a group, which say without a search whether one is among them."""
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -40,18 +40,18 @@ def load_into(optim: Optimizer, state_dict: dict[str, Any]) -> None:
     """Call the optimizer's own load_state_dict().
 
     Args:
-        state_dict: its groups are plain dicts that nobody else has, their parameters lists of FQNs.
+        state_dict: its groups are plain dicts that no other code has, their parameters lists of FQNs.
     """
     load = original_method(optim, "load_state_dict")
     if is_torchs(load, optim) and not is_hooked(optim):
-        groups = [{**group, PARAMS: Looked(group[PARAMS])} for group in state_dict[GROUPS]]
+        groups = [{**group, PARAMS: IndexedParams(group[PARAMS])} for group in state_dict[GROUPS]]
         state_dict = {**state_dict, GROUPS: groups}
     load(state_dict=state_dict)
 
 
 def is_torchs(load: object, optim: Optimizer) -> bool:
     """Whether a method is torch's own, of this optimizer, and all that it calls with a group is torch's."""
-    # Exact types: wrapt's proxies pass for what they stand before.
+    # Exact types: wrapt's proxies pass isinstance for the object that they wrap.
     if type(load) is MethodType:
         function, owner = load.__func__, load.__self__
     elif type(load) is functools.partial and not load.args:
@@ -59,7 +59,7 @@ def is_torchs(load: object, optim: Optimizer) -> bool:
     else:
         return False
     policy = vars(Optimizer).get("_process_value_according_to_param_policy")
-    # In every release one wrapper of torch's stands around it, which keeps torch.compile out.
+    # In every release torch wraps it once, to keep torch.compile out.
     if function is not vars(Optimizer).get("load_state_dict") or names_of(function).get(NAME) != WRAPPER:
         return False
     names = names_of(vars(function).get("__wrapped__"))

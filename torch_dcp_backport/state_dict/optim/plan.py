@@ -47,10 +47,10 @@ from torch_dcp_backport.transfer import (
 logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 #: Key of an inventory: the parameters of the source's optimizer for which it gives no state.
-NAMES: Path = ("names",)
+STATELESS: Path = ("stateless",)
 
 
-class Boxed(NamedTuple):
+class GroupValue(NamedTuple):
     """A group's value. It travels with the inventory even if it is a tensor (a learning rate may be one)."""
 
     value: Any
@@ -68,7 +68,7 @@ def paths_of(state: Mapping[str, Any]) -> dict[Path, Any]:
     for index, group in enumerate(state[GROUPS]):
         for name, value in group.items():
             if name != PARAMS:
-                values[GROUPS, index, name] = Boxed(value)
+                values[GROUPS, index, name] = GroupValue(value)
     return values
 
 
@@ -155,7 +155,7 @@ def plan_optimizer(outline: OptimOutline, inventory: Inventory, problems: list[P
     """Plan the load of a full state dict."""
     plan = OptimPlan(problems, outline)
     inventory = dict(inventory)
-    stateless = inventory.pop(NAMES, None)
+    stateless = inventory.pop(STATELESS, None)
     if stateless is not None and outline.strict:
         # Another rank's part of a model (a pipeline's stage) is not in the source's optimizer.
         fqns = {path[1] for path in inventory if path[0] == STATE} | set(stateless.value)
@@ -231,10 +231,10 @@ def decide_absent(plan: OptimPlan, inventory: Inventory) -> None:
                 values[STATE, fqn, name] = value
 
 
-def plan_group_value(plan: OptimPlan, path: Path, offer: Boxed) -> None:
-    live = plan.values.get(path, Boxed(None)).value
+def plan_group_value(plan: OptimPlan, path: Path, offer: GroupValue) -> None:
+    live = plan.values.get(path, GroupValue(None)).value
     if torch.is_tensor(live) and torch.is_tensor(offer.value):
-        offer = Boxed(offer.value.to(live.device))
+        offer = GroupValue(offer.value.to(live.device))
     plan.values[path] = offer
 
 
