@@ -1,4 +1,4 @@
-"""Weights in fp8 with a scale for each block, as the values that they encode. One rank's view, slice by slice.
+"""Weights in fp8 with a scale for each block, as the values that they encode, read slice by slice.
 
 Must never hold more than the slice that is asked for.
 """
