@@ -105,7 +105,7 @@ class Examination:
     #: As in `ClassFacts`.
     kept: set[str] = field(default_factory=set)
     tied: tuple[tuple[str, ...], ...] = ()
-    renamed: Mapping[str, str] = NOTHING
+    renamed: Mapping[str, str] = field(default_factory=dict)
     apart: Mapping[str, Mapping[str, Cutout]] = field(default_factory=dict)
     #: The class that the tensors are compared with, once it is found.
     cls: Optional[Found] = None
