@@ -193,7 +193,8 @@ class BroadcastLoad(Load):
         self.agree_on_plan()
         stages = stages_of_all(self.agreement)
         if stages is not None:
-            # Loading code of some rank looks at tensors that other ranks' does not: all plan anew.
+            # Ranks with other modules (pipelines), or other hooks, have other stages. A stage moves in one
+            # collective, so each rank needs all of them, in one order: all plan anew with the union.
             self.agree_on_plan(stages)
         self.pending = list(self.plan.stages)
         if data is not None and not self.pending:
@@ -244,6 +245,8 @@ class BroadcastLoad(Load):
 
     def fetch_next(self) -> None:
         """Fetch the next stage. Every rank comes to it, or sends the others its problem here."""
+        # Loading code of one rank may fail before it comes here, while the others wait for the stage. So each
+        # stage begins with an agreement, in which its problem travels: no rank waits for tensors in vain.
         stage = self.pending.pop(0)
         self.call.is_settled = True
         terms = Terms(device=self.agreement.device, user_code=True, relays=self.relays is not None)
@@ -252,6 +255,8 @@ class BroadcastLoad(Load):
         self.move(stage)
 
     def move(self, stage: str) -> None:
+        # From here on a failure reaches all ranks in the move itself, or the group is broken: an error
+        # must not begin another collective, which the other ranks are not in (`Call.tell`).
         self.call.is_settled = True
         targets: dict[Key, Target] = {}
         wanted = {

@@ -147,6 +147,7 @@ def save_state_dict(
         ['config.json', 'model.safetensors']
     """
     with Call(SAVE, "collect", groups_of(process_group)) as call:
+        # 1. All ranks hold the same tensors, and ask for the same export.
         target = target_of(call, folder, like, how)
         held = held_of(call, state_dict)
         held, tied = agree_on_names(call, held)
@@ -158,6 +159,8 @@ def save_state_dict(
         if transposed:
             common["transposed"] = str(sorted(transposed.items()))
         agreement = agree_on_state(call, held, common)
+        # 2. Of a model that peft wraps: the tensors of the merged model. A rank merges its own blocks,
+        # so it needs the thin matrices of the adapter whole: every rank gets them.
         plan: Optional[Merged] = None
         small: dict[str, torch.Tensor] = {}
         if config is not None:
@@ -166,20 +169,24 @@ def save_state_dict(
             keys = [key for name in plan.changed for key in plan.needed(name)]
             thin = {key: saved[key].info for key in saved if key in set(keys)}
             small = collect_everywhere(call, agreement, share_of(call, saved, thin))
+        # 3. Names and dtypes in the files, by the class in config.json.
         infos = {key: (part.info,) for key, part in held.items() if key not in tied}
         done = examined(call, target, infos, tied)
-        held = {done.renamed.get(key, key): part for key, part in held.items() if key not in tied}
-        share = share_of(call, held, done.held)
+        # 4. This rank's blocks under these names. They are merged, and taken apart, as they move.
+        named = {done.renamed.get(key, key): part for key, part in held.items() if key not in tied}
+        share = share_of(call, named, done.held)
         if plan is not None:
             plan = plan.renamed(done.renamed)
             share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
         if done.cuts:
             share = taken_apart(share, done.tensors, done.cuts)
         call.settle()
+        # 5. Two tensors that the class ties, and that are equal, are written once.
         if done.tied:
             doubles = doubles_of(call, done, share)
             call.settle()
             share = dataclasses.replace(share, tensors=without(share.tensors, doubles))
+        # 6. Write.
         return export(call, agreement, share, done.target)
 
 
