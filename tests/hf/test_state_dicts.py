@@ -20,7 +20,7 @@ from values import Failing
 from torch_dcp_backport import hf
 from torch_dcp_backport.hf._src.comparing import equal_in
 from torch_dcp_backport.hf._src.moving import turns_of
-from torch_dcp_backport.transfer import Box, Call, TransferError, last_report
+from torch_dcp_backport.transfer import Box, Call, TransferError, last_report, spread_of
 from torch_dcp_backport.transfer._src.spread import Boxes
 
 try:
@@ -149,7 +149,7 @@ def fill_twice(api: Any, by_all: bool) -> str:
     parts = [api.Part(box, torch.zeros(4))]
     if rank == 2:
         parts.append(api.Part(box, torch.zeros(4).as_subclass(Failing)))
-    spread = api.spread_of((4,), {other: [box] for other in range(4)})
+    spread = spread_of((4,), {other: [box] for other in range(4)})
     share = api.Share(source.tensors, {"w": spread}, {"w": parts})
 
     def fill(call: Call) -> int:
