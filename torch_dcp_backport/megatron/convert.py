@@ -84,7 +84,7 @@ def converted(
                     call.problems.append(Problem("model files have no optimizer", "ep", f"{ep}"))
                 elif isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
                     call.problems.append(Problem("no number of parts", "ep", f"{ep!r}", "1 or more"))
-                call.settle()
+                call.agree_on_outcome()
                 return to_grid(call, folder, out, how or Export(), ep, dry_run, report)
         if has_files:
             with Call(CANNOT_CONVERT, "save", ()) as call:

@@ -113,7 +113,7 @@ class Load:
             raise
         if self.call.user_code:
             # The last agreement: it failed on another rank, or on none.
-            self.call.settle(self.so_far(), kind=RuntimeError)
+            self.call.agree_on_outcome(self.so_far(), kind=RuntimeError)
 
     def so_far(self) -> str:
         """The words of an error about this rank's writes."""
@@ -212,7 +212,7 @@ class BroadcastLoad(Load):
             carrier = comm_device_type(call.group, device or "cpu")
             self.relays = self.relay_groups(carrier)
             wants, note = wants_of(plan.destinations), list(plan.stages)
-        self.agreement = call.agree(
+        self.agreement = call.agree_on_wants(
             wants,
             Terms(
                 device=device,
@@ -251,7 +251,7 @@ class BroadcastLoad(Load):
         self.call.is_settled = True
         terms = Terms(device=self.agreement.device, user_code=True, relays=self.relays is not None)
         wants = wants_of(self.destinations_of(stage))
-        self.agreement = self.call.agree(wants, terms, so_far=self.so_far())
+        self.agreement = self.call.agree_on_wants(wants, terms, so_far=self.so_far())
         self.move(stage)
 
     def move(self, stage: str) -> None:
@@ -312,7 +312,7 @@ class LocalLoad(Load):
             with call.guard():
                 call.problems += self.other_layouts()
             # A mapping that makes its values is code that can fail, too.
-            call.settle(user_code=self.plan.user_code or not self.source.is_dict)
+            call.agree_on_outcome(user_code=self.plan.user_code or not self.source.is_dict)
 
     def other_layouts(self) -> list[Problem]:
         """The DTensors of the dict that do not lie as their destinations do."""

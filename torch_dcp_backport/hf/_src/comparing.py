@@ -42,7 +42,7 @@ def differ(call: Call, share: Share, first_key: str, second_key: str) -> bool:
                 with call.guard(key):
                     own[key, region] = checksum(share, key, region, host_bytes)
     by_region: dict[tuple[str, Box], bytes] = {}
-    for table in call.agree(terms=Terms(condition=f"{own}", note=own)).tables:
+    for table in call.agree_on_wants(terms=Terms(condition=f"{own}", note=own)).tables:
         by_region.update(table.note)
     return any(by_region[first_key, region] != by_region[second_key, region] for region in regions)
 

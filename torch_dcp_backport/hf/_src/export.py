@@ -38,8 +38,6 @@ from torch_dcp_backport.transfer import (
     Piece,
     Problem,
     TensorInfo,
-    Topic,
-    meet,
     part_of,
     whole,
 )
@@ -241,15 +239,15 @@ def published(
             draft.spare()
     removed: list[str] = []
     with discarding(draft):
-        call.settle()
+        call.agree_on_outcome()
         not_finite = fill(draft)
-        call.settle()
+        call.agree_on_outcome()
         if how.is_watching:
             _judge_values(call, not_finite, how)
         if draft is not None:
             with call.guard(str(folder)):
                 draft.sync()
-        call.settle()
+        call.agree_on_outcome()
         late: list[Problem] = []
         if draft is not None:
             with call.guard(str(folder)):
@@ -259,15 +257,17 @@ def published(
                 with call.guard(str(folder)):
                     removed = draft.finish()
                 late, call.problems[:] = call.problems[:], []
-        call.settle(lost=DONE)
+        call.agree_on_outcome(lost=DONE)
         call.problems += late
-        call.settle(HALF)
+        call.agree_on_outcome(HALF)
     return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 
 
 def _judge_values(call: Call, not_finite: Collection[str], how: Export) -> None:
     """Refuse an export with values that are not finite on any rank, or warn of it. Collective."""
-    by_rank = meet(call, Topic("looking at what was written", NOTHING_NEW), sorted(not_finite) or None)
+    by_rank = call.all_gather_object(
+        "looking at what was written", sorted(not_finite) or None, so_far=NOTHING_NEW
+    )
     keys = sorted({key for own in by_rank.values() for key in own or ()})
     if not keys:
         return
@@ -278,7 +278,7 @@ def _judge_values(call: Call, not_finite: Collection[str], how: Export) -> None:
     if how.refuse_infinite:
         if call.is_first:
             call.problems.append(Problem(what, named))
-        call.settle()
+        call.agree_on_outcome()
     elif call.is_first:
         logger.warning("the export has %s: %s", what, named)
 
@@ -304,7 +304,7 @@ def _stream(
                 with call.guard("the files"):
                     if not free:
                         _take_back(free, writing)
-            call.settle()
+            call.agree_on_outcome()
             # The buffer that is filled next, on the first rank: other ranks have none.
             buffer = free.popleft() if draft is not None else None
             write = functools.partial(buffer.view, window, tensors) if buffer is not None else nowhere
@@ -369,7 +369,7 @@ def _gathered(
                 key: torch.empty(info.shape, dtype=info.dtype, device="cpu")
                 for key, info in share.tensors.items()
             }
-    call.settle()
+    call.agree_on_outcome()
 
     def write(key: str, box: Box) -> torch.Tensor:
         return part_of(tensors[key], whole(share.tensors[key].shape), box)
@@ -458,7 +458,7 @@ def examined(
                 target = with_config(target, config, with_dtype(changed, dtypes))
                 if not verdict.is_quantised:
                     target = without_quantisation(target)
-    published = call.publish(facts)
+    published = call.broadcast_object("comparing with the class", facts)
     tensors: dict[str, TensorInfo] = {}
     renamed, apart = published[RENAMED], published[APART]
     with call.guard():

@@ -55,7 +55,7 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
             if call.problems:
                 break
         _copy_doubles(call, share)
-    call.settle(DOUBTFUL)
+    call.agree_on_outcome(DOUBTFUL)
     call.tally.close()
     return wrote
 
@@ -101,14 +101,14 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
                 # Here, where a failure still reaches the other ranks: in the exchange they would wait for it.
                 for key, pieces in window.items():
                     opened[key] = [source.part(key, piece.box) for piece in pieces]
-        call.settle(so_far)
+        call.agree_on_outcome(so_far)
         send_window(call, agreement, share, window, functools.partial(_opened, window, opened))
         so_far = DOUBTFUL
         if source is not None:
             read_bytes += sum(piece.nbytes for pieces in window.values() for piece in pieces)
     _copy_doubles(call, share)
     # Another rank may have failed in the last window.
-    call.settle(so_far)
+    call.agree_on_outcome(so_far)
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return read_bytes

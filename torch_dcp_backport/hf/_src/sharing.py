@@ -20,7 +20,6 @@ STEP_BYTES = 4 * 2**20
 TURN_BYTES = 512 * 2**20
 #: Bytes: slices of shorter runs travel to the first rank instead, as a write for each run takes longer.
 SHORTEST_RUN = 512
-SHARED_FOLDER = ("shared folder",)
 
 
 @contextlib.contextmanager
@@ -37,10 +36,11 @@ def sharing(
         RuntimeError: some rank has problems; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    mine: Optional[dict[tuple[str, ...], object]] = None
-    with call.guard():
-        mine = {SHARED_FOLDER: draft.files.shared_folder(draft.folder)} if draft is not None else None
-    shared_folder: Optional[SharedFolder] = call.publish(mine)[SHARED_FOLDER]
+    shared_folder: Optional[SharedFolder] = None
+    if draft is not None:
+        with call.guard():
+            shared_folder = draft.files.shared_folder(draft.folder)
+    shared_folder = call.broadcast_object("opening the files", shared_folder)
     files = draft.files if draft is not None else None
     joined: Optional[Files] = None
     if draft is None and shared_folder is not None:
@@ -48,7 +48,9 @@ def sharing(
             joined = Files(tensors, file_bytes, shared_folder.tag, shapes=shapes)
             files = joined if joined.join(shared_folder) else None
     try:
-        tables = call.agree(terms=Terms(condition=f"{files is not None}", note=files is not None)).tables
+        tables = call.agree_on_wants(
+            terms=Terms(condition=f"{files is not None}", note=files is not None)
+        ).tables
         yield files, tuple(sorted(rank for table in tables if table.note for rank in table.ranks))
     finally:
         if joined is not None:
@@ -153,4 +155,4 @@ def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> N
                 left -= piece.nbytes
                 if call.problems or left <= 0:
                     break
-            call.settle()
+            call.agree_on_outcome()

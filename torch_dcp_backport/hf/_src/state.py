@@ -65,7 +65,6 @@ LOAD = "cannot load Hugging Face weights"
 #: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
 #: Key of the number of rows of a model's embedding.
-ROWS = ("rows",)
 
 
 class HeldPart(NamedTuple):
@@ -165,7 +164,7 @@ def save_state_dict(
         small: dict[str, torch.Tensor] = {}
         if config is not None:
             saved, (plan, held, tied) = held, merged_names(call, held, tied, config, adapter_name, transposed)
-            call.settle()
+            call.agree_on_outcome()
             keys = [key for name in plan.changed for key in plan.needed(name)]
             thin = {key: saved[key].info for key in saved if key in set(keys)}
             small = collect_everywhere(call, agreement, share_of(call, saved, thin))
@@ -180,11 +179,11 @@ def save_state_dict(
             share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
         if done.cuts:
             share = taken_apart(share, done.tensors, done.cuts)
-        call.settle()
+        call.agree_on_outcome()
         # 5. Two tensors that the class ties, and that are equal, are written once.
         if done.tied:
             doubles = doubles_of(call, done, share)
-            call.settle()
+            call.agree_on_outcome()
             share = dataclasses.replace(share, tensors=without(share.tensors, doubles))
         # 6. Write.
         return export(call, agreement, share, done.target)
@@ -237,8 +236,9 @@ def save_adapter(
         with call.guard("adapter"):
             config = adapters.as_settings(adapter)
         # The model that it adapts may be on the first rank's disk alone.
-        is_first = call.is_first
-        rows = call.publish({ROWS: adapters.vocabulary_of(config)} if is_first else None)[ROWS]
+        rows = call.broadcast_object(
+            "reading the model's vocabulary", adapters.vocabulary_of(config) if call.is_first else None
+        )
         with call.guard("adapter"):
             infos = {key: part.info for key, part in held.items()}
             names = adapters.saved_names(infos, config, name, rows)
@@ -254,7 +254,7 @@ def save_adapter(
         how = checked(Export(file_bytes=2**62, overwrite=overwrite))
         text = config_text(config, indent=2).encode()
         target = ExportTarget(Path(folder), how, {ADAPTER_CONFIG: text}, None, ADAPTER_FILES, True)
-        call.settle()
+        call.agree_on_outcome()
         bring = functools.partial(bring_window, call, agreement, share)
         return write_files(call, tensors, bring, target)
 
@@ -385,7 +385,7 @@ def load_state_dict(
                 call.problems.append(Problem(what, CONFIG, method))
         tensors = {key: visibility.tensors[key] for key in held if filled[key] == key}
         share = share_of(call, held, tensors)
-        call.settle()
+        call.agree_on_outcome()
         if visibility.is_shared:
             assert visibility.source is not None, "every rank reads"
             bytes_read = fill_here(call, visibility.source, share)
@@ -467,7 +467,8 @@ def agree_on_names(call: Call, held: Mapping[str, HeldPart]) -> tuple[dict[str, 
     """
     own = tied_names(held)
     unknown: dict[str, Optional[str]] = {key: None for key, part in held.items() if not part.local.numel()}
-    agreed = call.publish({ORDER: tuple(held), **unknown, **own})
+    names: dict[Any, Any] = {ORDER: tuple(held), **unknown, **own}
+    agreed = call.broadcast_object("comparing names", names)
     held = {key: held[key] for key in dict.fromkeys((*agreed.pop(ORDER), *held)) if key in held}
     own = tied_names(held)
     for key, part in held.items():
@@ -497,7 +498,7 @@ def agree_on_state(call: Call, held: Mapping[str, HeldPart], options: Mapping[st
     kinds = {part.local.device.type for part in held.values()}
     common = {key: text_of(part) for key, part in held.items()}
     device = kinds.pop() if len(kinds) == 1 else ""
-    return call.agree(terms=Terms(device=device, common={**options, **common}))
+    return call.agree_on_wants(terms=Terms(device=device, common={**options, **common}))
 
 
 def text_of(held: HeldPart) -> str:

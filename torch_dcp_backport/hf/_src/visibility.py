@@ -45,7 +45,7 @@ def opened_together(
     # The problems of all ranks are raised together, when all have looked.
     problems, call.problems = call.problems, []
     try:
-        seen = call.publish(seen if call.is_first else None)
+        seen = call.broadcast_object("looking at the files", seen)
     finally:
         call.problems = problems
     if call.is_first:
@@ -115,7 +115,9 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
     elif not call.problems:
         absent = "not asked"
     note = digest, absent
-    agreement = call.agree(terms=Terms(condition=" ".join(note), note=note, common={"files": repr(files)}))
+    agreement = call.agree_on_wants(
+        terms=Terms(condition=" ".join(note), note=note, common={"files": repr(files)})
+    )
     seen = [(table.ranks, *table.note) for table in agreement.tables]
     digests = {digest for _, digest, _ in seen}
     is_shared = len(digests) == 1 and "" not in digests and not only_first
@@ -129,7 +131,7 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
         what = "no model here" if digests == {""} else "the ranks see different files"
         expected = "a folder with config.json and safetensors files" if digests == {""} else expected
         call.problems.append(Problem(what, got=got, expected=expected))
-    call.settle()
+    call.agree_on_outcome()
     if is_shared:
         return Sight(source.value, True, source.value.tensors, source.value.config)
     mine = source.value

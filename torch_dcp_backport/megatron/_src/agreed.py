@@ -114,7 +114,7 @@ def agree_on_load(call: Call, given: Attempt[GivenModules], visibility: Sight, v
             with call.guard(HEAD):
                 call.problems += other_copies(visibility.source, shape, left, spreading.head)
     call.problems += spreading.problems
-    call.settle()
+    call.agree_on_outcome()
     tensors = {key: info for key, info in visibility.tensors.items() if key in spreading.spreads}
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
 
@@ -145,27 +145,27 @@ def agree_on_save(
     if not spreading.problems:
         spreading.problems += spreading.faults()
     call.problems += spreading.problems
-    call.settle()
+    call.agree_on_outcome()
     say_of_prediction(call, spreading)
     # A tied head is a copy of the embedding, which is what files have.
     written = {key: spreading.infos(key) for key in spreading.spreads if key != HEAD or not shape.tied}
     if target is not None:
         if shape.towers:
             call.problems.append(of_a_tower(shape))
-        call.settle()
+        call.agree_on_outcome()
         target = target._replace(shapes=shape.folded(written))
         export = examined(call, target, written, is_named=True)
         target, tensors = export.target, export.tensors
     else:
         with call.guard():
             tensors = exported(written, how.value)
-    call.settle()
+    call.agree_on_outcome()
     if shape.tied and HEAD in spreading.spreads:
         info = tensors[EMBED]
         both = share_of(local, spreading, {EMBED: info, HEAD: info})
         if differ(call, both, EMBED, HEAD) and call.is_first:
             call.problems.append(HEAD_OF_ITS_OWN)
-        call.settle()
+        call.agree_on_outcome()
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {}, target)
 
 
@@ -185,7 +185,7 @@ def _describe_to_all(
     )
     said = config if isinstance(config, Attempt) else Attempt(config)
     call.attempt(lambda own, numbers, values: _compare(call, own, numbers, values), given, shape, said)
-    agreement = call.agree(terms=call.attempt(_terms_of, local, shape, options))
+    agreement = call.agree_on_wants(terms=call.attempt(_terms_of, local, shape, options))
     return local.value, shape.value, agreement
 
 

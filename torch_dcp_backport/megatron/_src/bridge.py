@@ -290,7 +290,7 @@ def save_hf(
         config: dict[str, Any] = {}
         if target.companions:
             config = json.loads(target.companions[CONFIG])
-        config = call.publish({CONFIG: config})[CONFIG]
+        config = call.broadcast_object("reading the configuration", config)
         agreed = agree_on_save(
             call,
             Attempt(GivenModules(models, parallel, layers, compare)),

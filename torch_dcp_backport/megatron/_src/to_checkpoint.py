@@ -50,10 +50,10 @@ def to_checkpoint(
     call.problems += files.problems
     if files.absent:
         call.problems.append(Problem("no model here", got=files.absent))
-    call.settle()
+    call.agree_on_outcome()
     with call.guard(CONFIG):
         shape = shape_of(files.config)
-    call.settle()
+    call.agree_on_outcome()
     head = head_of(shape, files.tensors, _has_value_head(files.tensors, shape))
     rows = {EMBEDDING: shape.vocab}
     if head.is_value or not shape.tied:
@@ -68,12 +68,12 @@ def to_checkpoint(
         left = left_alone(files.tensors, spreading)
         call.problems += other_copies(files, shape, left, head)
     call.problems += spreading.problems
-    call.settle()
+    call.agree_on_outcome()
     cuts = list(model.cuts(spreading))
     tensors = _stored_infos(call, model, cuts, files.tensors)
     with call.guard(str(out)):
         check_target(out, how)
-    call.settle()
+    call.agree_on_outcome()
     infos = original.tensors.values()
     found = Found("huggingface", shape.towers or shape.kind, len(infos), bytes_of(infos), original.files)
     # What is dequantised, or not aligned, is no view of a mapped file.

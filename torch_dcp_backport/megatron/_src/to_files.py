@@ -79,13 +79,13 @@ def to_files(
     if like is None and own is None:
         raise CheckpointingException(f"{CANNOT_CONVERT}: {folder} has no {CONFIG}: name the model's folder")
     target = target_of(call, out, own if like is None else like, how)
-    call.settle()
+    call.agree_on_outcome()
     with call.guard(CONFIG):
         shape = shape_of(as_config(json.loads(target.companions[CONFIG])))
-    call.settle()
+    call.agree_on_outcome()
     if shape.towers:
         call.problems.append(of_a_tower(shape))
-    call.settle()
+    call.agree_on_outcome()
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
     stored = {key: everything[key] for key in model_in(everything, naming, shape)}
@@ -98,11 +98,11 @@ def to_files(
     with call.guard(str(out)):
         # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
-    call.settle()
+    call.agree_on_outcome()
     target = target._replace(shapes=shape.folded(held))
     export = examined(call, target, held, is_named=True)
     target, tensors = export.target, export.tensors
-    call.settle()
+    call.agree_on_outcome()
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)
         for name, keys in planned(tensors, target.how.file_bytes).items()

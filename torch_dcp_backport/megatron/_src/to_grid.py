@@ -48,15 +48,15 @@ def to_grid(
     checkpoint = opened_alone(folder)
     everything = checkpoint.holds.tensors
     call.problems += not_whole(checkpoint, everything)
-    call.settle()
+    call.agree_on_outcome()
     optimizer = carried(checkpoint, ep)
     if isinstance(optimizer, list):
         call.problems += optimizer
-        call.settle()
+        call.agree_on_outcome()
         raise AssertionError("there are problems")
     with call.guard(str(out)):
         check_target(out, how)
-    call.settle()
+    call.agree_on_outcome()
     copied = {key: stored for key, stored in everything.items() if not is_of_an_optimizer(key)}
     tensors = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in copied.items()}
     tensors.update(optimizer.tensors)

@@ -131,7 +131,7 @@ def prepare_parts(
         # FSDP1's own code communicates: a rank that left before it would keep the others waiting.
         with Call(TITLE, "slice", fsdp1.groups_of(info), plain=(RuntimeError,)) as call:
             made = call.attempt(parts_of, optimizers, state_dict, info, begun, problem)
-            call.settle()
+            call.agree_on_outcome()
         return [
             (beginning, fsdp1.state_to_load(model, beginning.optim, part, info))
             for beginning, part in made.value
