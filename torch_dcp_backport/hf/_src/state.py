@@ -64,7 +64,6 @@ SAVE_ADAPTER = "cannot save the adapter"
 LOAD = "cannot load Hugging Face weights"
 #: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
-#: Key of the number of rows of a model's embedding.
 
 
 class HeldPart(NamedTuple):
