@@ -34,18 +34,8 @@ SITE = ROOT / "build" / "site"
 #: A folder for each release, and the list that the menu reads.
 VERSIONS = ROOT / "build" / "versions"
 PACKAGE = "torch_dcp_backport"
-# What CONTRIBUTING.md, "Versions", calls public. None is all of a module's __all__.
-PUBLIC: dict[str, tuple[str, ...] | None] = {
-    "": None,
-    ".state_dict": None,
-    ".transfer": ("configure", "last_report", "reshard", "Report", "Progress", "TransferError"),
-    ".dist_checkpointing": None,
-    ".dist_checkpointing.training_state": None,
-    ".checkpoint": None,
-    ".hf": None,
-    ".megatron": None,
-    ".engine": None,
-}
+# The reference shows the `__all__` of each: what CONTRIBUTING.md, "Versions", calls public.
+PUBLIC = ("", ".state_dict", ".transfer", ".dist_checkpointing", ".checkpoint", ".hf", ".megatron", ".engine")
 # Files and folders that pages link to, as they are.
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 NAV: list[Any] = [
@@ -106,9 +96,9 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         source = Path(folder)
         pages = copied(source)
-        for module, names in PUBLIC.items():
+        for module in PUBLIC:
             (source / "api").mkdir(exist_ok=True)
-            (source / "api" / f"{PACKAGE}{module}.md").write_text(reference(module, names))
+            (source / "api" / f"{PACKAGE}{module}.md").write_text(reference(module))
         try:
             build(configuration(source, site))
         except Abort as error:
@@ -157,10 +147,10 @@ def copy(file: Path, source: Path) -> None:
     shutil.copyfile(file, goal)
 
 
-def reference(module: str, names: tuple[str, ...] | None) -> str:
+def reference(module: str) -> str:
     """Return the page of a module."""
     blocks = [f"# {PACKAGE}{module}\n"]
-    for name in names or exported(module):
+    for name in exported(module):
         hides = LOADED[f"{PACKAGE}{module}"].members[name].is_module
         blocks.append(f"::: {meant(module, name).path if hides else f'{PACKAGE}{module}.{name}'}\n")
     return "\n".join(blocks)
@@ -178,8 +168,8 @@ def exported(module: str) -> list[str]:
 
 def public() -> Iterator[tuple[str, Any]]:
     """Yield every public name with what it is."""
-    for module, names in PUBLIC.items():
-        for name in names or exported(module):
+    for module in PUBLIC:
+        for name in exported(module):
             yield f"{PACKAGE}{module}.{name}", meant(module, name)
 
 

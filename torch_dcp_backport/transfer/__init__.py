@@ -7,21 +7,9 @@ from torch_dcp_backport.private_members import require
 
 require("transfer")
 
-from torch_dcp_backport.transfer._src.allgather import Held
-from torch_dcp_backport.transfer._src.call import Call
-from torch_dcp_backport.transfer._src.errors import (
-    Problem,
-    TransferError,
-    problem_of,
-    raise_together,
-    spell_key,
-)
-from torch_dcp_backport.transfer._src.gather import gather
-from torch_dcp_backport.transfer._src.layout import Box, Layout, Mesh, layout_of, misfit
-from torch_dcp_backport.transfer._src.plan import Agreement, TensorInfo, Want
+from torch_dcp_backport.transfer._src.errors import TransferError
 from torch_dcp_backport.transfer._src.report import Report, last_report
 from torch_dcp_backport.transfer._src.reshard import reshard
-from torch_dcp_backport.transfer._src.scatter import Target, scatter
 from torch_dcp_backport.transfer._src.settings import Progress, configure
 
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
@@ -35,7 +23,7 @@ from torch_dcp_backport.transfer._src.chunks import (
     chunks as chunks,
     moved as moved,
 )
-from torch_dcp_backport.transfer._src.call import gc_context as gc_context
+from torch_dcp_backport.transfer._src.call import Call as Call, gc_context as gc_context
 from torch_dcp_backport.transfer._src.errors import (
     CollectiveError as CollectiveError,
     Common as Common,
@@ -43,15 +31,19 @@ from torch_dcp_backport.transfer._src.errors import (
     Failure as Failure,
     Findings as Findings,
     NOTHING as NOTHING,
+    Problem as Problem,
     SHOWN as SHOWN,
     UNCHANGED as UNCHANGED,
     as_transfer_error as as_transfer_error,
     out_of_order as out_of_order,
+    problem_of as problem_of,
+    raise_together as raise_together,
     spell as spell,
     spell_broken_off as spell_broken_off,
+    spell_key as spell_key,
 )
 from torch_dcp_backport.transfer._src.exchange import Route as Route
-from torch_dcp_backport.transfer._src.gather import describe as describe
+from torch_dcp_backport.transfer._src.gather import describe as describe, gather as gather
 from torch_dcp_backport.transfer._src.groups import (
     Group as Group,
     backend_of as backend_of,
@@ -68,9 +60,14 @@ from torch_dcp_backport.transfer._src.groups import (
 )
 from torch_dcp_backport.transfer._src.lanes import Lane as Lane, lane_of as lane_of
 from torch_dcp_backport.transfer._src.layout import (
+    Box as Box,
+    Layout as Layout,
+    Mesh as Mesh,
     Placement as Placement,
     layout_at as layout_at,
+    layout_of as layout_of,
     mesh_of as mesh_of,
+    misfit as misfit,
     row_major as row_major,
     whole as whole,
 )
@@ -101,10 +98,21 @@ from torch_dcp_backport.transfer._src.object_collectives import (
     saying as saying,
 )
 from torch_dcp_backport.transfer._src.once import warn_once as warn_once
-from torch_dcp_backport.transfer._src.plan import WantTable as WantTable, Terms as Terms
+from torch_dcp_backport.transfer._src.plan import (
+    Agreement as Agreement,
+    TensorInfo as TensorInfo,
+    Terms as Terms,
+    Want as Want,
+    WantTable as WantTable,
+)
 from torch_dcp_backport.transfer._src.settings import Bar as Bar, Line as Line, Meter as Meter
 from torch_dcp_backport.transfer._src.report import Phase as Phase, Tally as Tally
-from torch_dcp_backport.transfer._src.scatter import Offer as Offer, Reader as Reader
+from torch_dcp_backport.transfer._src.scatter import (
+    Offer as Offer,
+    Reader as Reader,
+    Target as Target,
+    scatter as scatter,
+)
 from torch_dcp_backport.transfer._src.spread import (
     Along as Along,
     Boxes as Boxes,
@@ -124,30 +132,14 @@ from torch_dcp_backport.transfer._src.wire import (
     device_for as device_for,
     tensor_of as tensor_of,
 )
+from torch_dcp_backport.transfer._src.allgather import Held as Held
 # isort: on
 
 __all__ = [
-    "Agreement",
-    "Box",
-    "Call",
-    "Held",
-    "Layout",
-    "Mesh",
-    "Problem",
     "Progress",
     "Report",
-    "Target",
-    "TensorInfo",
     "TransferError",
-    "Want",
     "configure",
-    "gather",
     "last_report",
-    "layout_of",
-    "misfit",
-    "problem_of",
-    "raise_together",
     "reshard",
-    "scatter",
-    "spell_key",
 ]
