@@ -17,7 +17,7 @@ from test_state_dicts import CONFIG, MESHES, VALUES, bits, state_of
 from torch_dcp_backport import hf
 from torch_dcp_backport.hf import Part, Share
 from torch_dcp_backport.hf._src import sharing
-from torch_dcp_backport.hf._src.sharing import Deal
+from torch_dcp_backport.hf._src.sharing import WritePlan
 from torch_dcp_backport.hf._src.writing import Files, HostBytes
 from torch_dcp_backport.transfer import Box, Call, TensorInfo, groups_of, spread_of
 
@@ -59,17 +59,17 @@ def test_replicas_share_the_work_and_narrow_slices_travel() -> None:
         "far": spread_of((8, 256), {1: halves[:1], 7: halves[1:]}),
         "both": spread_of((8, 8), {0: quarters[:1], 1: quarters[1:]}),
     }
-    deal = Deal(Share(tensors, spreads, {}), (0, 1, 2, 3))
-    assert deal.boxes == {
+    plan = WritePlan(Share(tensors, spreads, {}), (0, 1, 2, 3))
+    assert plan.boxes == {
         0: [("rows", halves[0])],
         1: [("rows", halves[1]), ("columns", sides[1]), ("far", halves[0])],
         2: [],
         3: [],
     }
-    assert deal.rest == {"columns": [sides[0]], "far": [halves[1]], "both": [Box((0, 0), (8, 8))]}
+    assert plan.rest == {"columns": [sides[0]], "far": [halves[1]], "both": [Box((0, 0), (8, 8))]}
     two = {"rows": tensors["rows"], "again": tensors["rows"]}
-    deal = Deal(Share(two, {"rows": spreads["rows"], "again": spreads["rows"]}, {}), (0, 1, 2, 3))
-    assert {rank: len(boxes) for rank, boxes in deal.boxes.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
+    plan = WritePlan(Share(two, {"rows": spreads["rows"], "again": spreads["rows"]}, {}), (0, 1, 2, 3))
+    assert {rank: len(boxes) for rank, boxes in plan.boxes.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def in_turns(api: Any, folder: Path) -> tuple[int, list[int]]:
@@ -96,7 +96,7 @@ def in_turns(api: Any, folder: Path) -> tuple[int, list[int]]:
 
     with mock.patch.object(os, "pwrite", watched), Call("cannot save", "collect", groups_of()) as call:
         hf.export(call, call.agree(), share, target)
-    return wrote, list(Deal(share, (0, 1, 2, 3)).rest)
+    return wrote, list(WritePlan(share, (0, 1, 2, 3)).rest)
 
 
 def test_columns_in_turns_are_written_together_where_they_are_held(ranks, tmp_path: Path) -> None:

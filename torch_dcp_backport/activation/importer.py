@@ -30,7 +30,17 @@ DEADLOCK: tuple[type[Exception], ...] = (getattr(_bootstrap, "_DeadlockError", R
 
 
 class Installer:
-    """An attempt to replace the table's targets; `pending` until it is `applied`, refused or removed."""
+    """An attempt to replace the table's targets; `pending` until it is `applied`, refused or removed.
+
+    Outcomes, and the methods that lead from one to the next:
+
+        pending   _advance: torch's import is not at its end         -> pending, until the hook at that end
+        pending   _advance: another thread's import waits for ours   -> pending, _advance_later
+        pending   _attempt, _apply: all names are checked, written   -> applied
+        pending   _attempt, _refuse: a check or a write fails       -> unsupported, conflict; torch unchanged
+        applied   reloaded: torch's module was executed again        -> pending, with the next install()
+        any       remove                                             -> over: torch's names are back
+    """
 
     def __init__(self, decision: Decision, hooks: Hooks) -> None:
         self.decision = decision

@@ -26,7 +26,7 @@ from torch_dcp_backport.hf._src.companions import CHOSEN, OF_QUANTISED, companio
 from torch_dcp_backport.hf._src.files import MODEL_FILES, ExportDraft, FileKind
 from torch_dcp_backport.hf._src.format import NO_SHAPES, is_plain, nbytes_of
 from torch_dcp_backport.hf._src.moving import bring_to_all, bring_window
-from torch_dcp_backport.hf._src.sharing import Deal, sharing, write_own
+from torch_dcp_backport.hf._src.sharing import WritePlan, sharing, write_own
 from torch_dcp_backport.hf._src.source import CONFIG
 from torch_dcp_backport.hf._src.writing import Files
 from torch_dcp_backport.publish.drafts import discarding
@@ -177,9 +177,9 @@ def export(call: Call, agreement: Agreement, share: Share, target: ExportTarget)
         with sharing(call, draft, share.tensors, target.how.file_bytes, target.shapes) as (files, writers):
             if files is not None:
                 files.is_watching = target.how.is_watching
-            deal = Deal(share, writers)
-            write_own(call, files, share, deal)
-            _stream(call, share.tensors, bring, draft, deal.rest)
+            plan = WritePlan(share, writers)
+            write_own(call, files, share, plan)
+            _stream(call, share.tensors, bring, draft, plan.rest)
             if files is not None:
                 place = writers.index(call.rank)
                 with call.guard(str(target.folder)):

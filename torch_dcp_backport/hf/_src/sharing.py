@@ -59,7 +59,7 @@ def sharing(
                 joined.close()
 
 
-class Deal:
+class WritePlan:
     """The boxes that each writer writes; the same on every rank."""
 
     def __init__(self, share: Share, writers: tuple[int, ...]) -> None:
@@ -97,7 +97,7 @@ class Deal:
 
     @property
     def turns(self) -> int:
-        """The number of times that all ranks meet while they write."""
+        """The number of agreements of all ranks while they write."""
         return max(-(-nbytes // TURN_BYTES) for nbytes in self._nbytes.values())
 
 
@@ -120,14 +120,14 @@ def is_narrow(box: Box, info: TensorInfo) -> bool:
     return run < box.numel and run * info.dtype.itemsize < SHORTEST_RUN
 
 
-def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> None:
-    """Write this rank's boxes out of its own memory, and meet the other ranks now and then.
+def write_own(call: Call, files: Optional[Files], share: Share, plan: WritePlan) -> None:
+    """Write this rank's boxes out of its own memory, and agree with the other ranks now and then.
 
     Raises:
         RuntimeError: a write failed on some rank; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    own = deal.boxes.get(call.rank, [])
+    own = plan.boxes.get(call.rank, [])
     tensors = share.tensors
     call.tally.meter.expect(lambda: sum(box.numel * tensors[key].dtype.itemsize for key, box in own))
     pieces = (
@@ -137,7 +137,7 @@ def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> N
     )
     host_bytes = HostBytes(STEP_BYTES)
     with call.tally.phase("move"):
-        for _ in range(deal.turns):
+        for _ in range(plan.turns):
             left = TURN_BYTES
             for piece in pieces:
                 key = str(piece.key)

@@ -49,7 +49,7 @@ def call_load_state_dict(
     return result  # type: ignore[no-any-return]
 
 
-class Handover:
+class ModelLoad:
     """One model's part of a load, once every rank agreed."""
 
     def __init__(self, plan: ModelPlan, fetch: Callable[[str], None]) -> None:

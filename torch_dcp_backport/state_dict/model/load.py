@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, guarded
-from torch_dcp_backport.state_dict.model.apply import Handover
+from torch_dcp_backport.state_dict.model.apply import ModelLoad
 from torch_dcp_backport.state_dict.model.outline import Outline, outline_of
 from torch_dcp_backport.state_dict.model.plan import ModelPlan, plan_model
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -49,4 +49,4 @@ class ModelPlanner:
 
     def apply(self, plan: LoadPlan, fetch: Callable[[str], None]) -> None:
         if isinstance(plan, ModelPlan):
-            plan.keys = Handover(plan, fetch).run()
+            plan.keys = ModelLoad(plan, fetch).run()
