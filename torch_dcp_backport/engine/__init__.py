@@ -32,6 +32,7 @@ from torch_dcp_backport.engine._src.build import (
 from torch_dcp_backport.engine._src.config import EngineConfig, ModelConfig, OptimizerConfig
 from torch_dcp_backport.engine._src.export import whole_tensors
 from torch_dcp_backport.engine._src.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from torch_dcp_backport.engine._src.fused import linear_log_probs
 from torch_dcp_backport.engine._src.groups import param_groups
 from torch_dcp_backport.engine._src.heads import entropy, log_probs, next_log_probs, sft_loss, values
 from torch_dcp_backport.engine._src.mesh import Grid, Sizes, arrange, sizes_of
@@ -43,7 +44,8 @@ __all__ = [
     "BaseEngine", "EngineConfig", "EngineContext", "EngineRegistry", "FSDPEngine", "FSDPEngineWithLMHead",
     "FSDPEngineWithValueHead", "Grid", "Limit", "Micro", "ModelConfig", "OptimizerConfig", "Plan",
     "Sharding", "Sizes", "Stepped", "arrange", "divisor_of", "drop_unreached", "entropy", "fill", "grad_norm",
-    "language_model", "log_probs", "materialize", "micro_batches", "model_inputs", "move_model",
+    "language_model", "linear_log_probs", "log_probs", "materialize", "micro_batches", "model_inputs",
+    "move_model",
     "move_optimizer", "next_log_probs", "param_groups", "parameters_on_meta", "plan", "restored", "schedule",
     "sft_loss", "shard", "sizes_of", "step", "tensors_of", "units_of", "value_model", "values",
     "whole_tensors",

@@ -73,6 +73,7 @@ class Plan(NamedTuple):
         is_packed: whether the rows of a micro-batch run in one sequence.
         has_entropy: whether the batch asks for entropies.
         dropped: the number of tokens on all ranks that `loss_mask` marks and that do not count.
+        all_tokens: the number of tokens of the rows of all ranks, without padding.
     """
 
     parts: list[list[int]]
@@ -82,6 +83,7 @@ class Plan(NamedTuple):
     is_packed: bool = False
     has_entropy: bool = False
     dropped: int = 0
+    all_tokens: int = 0
 
 
 class Micro(NamedTuple):
@@ -147,7 +149,7 @@ def plan(
     # Errors of any kind: the other ranks wait in the agreement.
     own = call.attempt(lambda: _planned(data, limit, needs_tokens, packs, predicted))
     counts = call.attempt(lambda made: numbers_of(data, made, copies > 1), own)
-    rows = list(call.all_gather_numbers(counts, len(COMPARED) + 1).values())
+    rows = list(call.all_gather_numbers(counts, len(COMPARED) + 2).values())
     count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
     ranks = call.ranks
     findings = []
@@ -164,13 +166,15 @@ def plan(
         elif needs_tokens and not tokens:
             findings.append((rank, Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero")))
     raise_together(TITLE, findings)
-    dropped = int(sum(row[-1] for row in rows[::copies]))
+    dropped, all_tokens = (int(sum(row[place] for row in rows[::copies])) for place in (-2, -1))
     if dropped:
         say(
             f"{LOSS_MASK} marks tokens that have no log-probability (the first of a row, or padding): they "
             "do not count, in the loss and in batch_num_tokens"
         )
-    return own.value._replace(parts=spread(own.value.parts, count), tokens=tokens, dropped=dropped)
+    return own.value._replace(
+        parts=spread(own.value.parts, count), tokens=tokens, dropped=dropped, all_tokens=all_tokens
+    )
 
 
 def _planned(data: Any, limit: Any, needs_tokens: bool, packs: Any, predicted: bool) -> Plan:
@@ -221,7 +225,9 @@ def plan_alone(
     else:
         parts = (by_lengths if packs else by_tokens)(spans, limit.tokens or 0)
     width = None if ids.is_nested else int(ids.shape[1])
-    return Plan(parts, spans, tokens, width, packs, flag_of(data, ENTROPY, False), dropped)
+    is_masked = MASK in keys and not ids.is_nested
+    count = int(is_token(data[MASK]).sum()) if is_masked else values_of(ids).numel()
+    return Plan(parts, spans, tokens, width, packs, flag_of(data, ENTROPY, False), dropped, count)
 
 
 def unpredicted(data: Any) -> torch.Tensor:
@@ -408,7 +414,7 @@ def numbers_of(data: Any, plan: Plan, is_compared: bool) -> list[float]:
         shape = data[IDS].offsets() if data[IDS].is_nested else torch.tensor(data[IDS].shape)
         asked = repr((plan.parts, plan.is_packed, plan.has_entropy, temperature))
         sums = [digest_of([data[IDS], shape]), digest_of(masks), zlib.crc32(asked.encode())]
-    return [len(plan.parts), plan.tokens, *sums, plan.dropped]
+    return [len(plan.parts), plan.tokens, *sums, plan.dropped, plan.all_tokens]
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:

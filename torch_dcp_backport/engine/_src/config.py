@@ -63,6 +63,8 @@ class ModelConfig(Settings):
             weights with the adapter in them. None is none of them.
         use_remove_padding: whether the rows of a micro-batch run in one sequence without padding; None is
             False, unless the engine's configuration says True. False in one of the two is False.
+        use_fused_kernels: whether a language model's head makes log-probabilities chunk by chunk, as
+            `linear_log_probs`, and never the whole logits; also where the engine's configuration says so.
 
     Raises:
         ValueError: a value that cannot be.
@@ -87,6 +89,7 @@ class ModelConfig(Settings):
     lora_adapter_path: Optional[str] = None
     lora: Mapping[str, Any] = setting(None, mapping({"merge": flag, "rank": nothing("lora_rank")}, verl.LORA))
     use_remove_padding: Optional[bool] = setting(None, optional(flag))
+    use_fused_kernels: bool = setting(False, flag)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -143,6 +146,7 @@ class EngineConfig(Settings):
             are taken where there are any.
         dtype: the param_dtype of a `mixed_precision` without any.
         use_remove_padding: as of `ModelConfig`. A batch's own setting of this name goes first.
+        use_fused_kernels: as of `ModelConfig`.
 
     Raises:
         ValueError: a value that cannot be, or two settings that exclude each other.
@@ -178,6 +182,7 @@ class EngineConfig(Settings):
     full_determinism: bool = setting(False, flag)
     dtype: str = "bfloat16"
     use_remove_padding: Optional[bool] = setting(None, optional(flag))
+    use_fused_kernels: bool = setting(False, flag)
 
     def __post_init__(self) -> None:
         check_fields(self)

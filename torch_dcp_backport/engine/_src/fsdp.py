@@ -21,6 +21,7 @@ from torch_dcp_backport.engine._src import (
     build,
     deltas,
     determinism,
+    fused,
     groups,
     heads,
     lora,
@@ -61,6 +62,8 @@ class FSDPEngine(BaseEngine):
     delta_pin_snapshots = True
     #: verl's name of the models that it is for; "" where it is for any.
     model_type = ""
+    #: With `use_fused_kernels` elements of the logits that the head has at once.
+    head_chunk = heads.CHUNK
     #: Whether losses are of log-probabilities, which the first token of a row does not have.
     predicts = False
     #: Parameters that the files need not have.
@@ -118,6 +121,8 @@ class FSDPEngine(BaseEngine):
         )
         #: Steps that were not taken, since a gradient was not finite.
         self.skipped_steps = 0
+        #: The head, where it makes log-probabilities by itself.
+        self.fused_head: Optional[fused.FusedHead] = None
         self.module: Any = None
         self.lr_scheduler: Any = None
         self.checkpoint_manager: Any = None
@@ -216,6 +221,10 @@ class FSDPEngine(BaseEngine):
             for part in parts:
                 for text in part.no_effect:
                     say(text)
+            is_fused = asked.use_fused_kernels or own.use_fused_kernels
+            no_fused = self.no_fused_head(model) if is_fused and not call.problems else ""
+            if no_fused:
+                say(f"use_fused_kernels=True has no effect here: {no_fused}")
             for kind in absent:
                 say(f"no_decay={kind!r} has no effect here: the model trains no {kind}")
             if asked.enable_activation_offload and self.no_activation_offload:
@@ -235,7 +244,21 @@ class FSDPEngine(BaseEngine):
         )
         if saved.value is not None:
             lora.fill(model, saved.value)
+        if is_fused and not no_fused:
+            self.fused_head = fused.FusedHead(model.get_output_embeddings(), self.head_chunk)
         return model  # type: ignore[no-any-return]
+
+    def no_fused_head(self, model: Any) -> str:
+        """Return why `use_fused_kernels` has no effect for a model; "" where it has.
+
+        Args:
+            model: the model, with its adapters.
+        """
+        if not self.predicts:
+            return "only a language model has log-probabilities"
+        if self.grid.tp is not None:
+            return f"with tp_size={self.grid.sizes.tp} the head is a DTensor on each rank"
+        return fused.why_not(model)
 
     def forward_backward_batch(
         self, data: batches.Batch, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
@@ -253,7 +276,9 @@ class FSDPEngine(BaseEngine):
             forward_only: whether there is no backward pass.
 
         Returns:
-            `model_output` in the order of the rows, `loss` and `metrics` of each micro-batch.
+            `model_output` in the order of the rows, `loss` and `metrics` of each micro-batch. Of all ranks'
+            rows together, and the same on every rank: `num_tokens`, their tokens without padding, and
+            `batch_num_tokens`, those with a loss (0 without a loss function).
 
         Raises:
             RuntimeError: as `batches.plan`; on every rank.
@@ -296,7 +321,13 @@ class FSDPEngine(BaseEngine):
         if forward_only:
             # The root is unsharded until a backward pass: a step before the next pass would not be seen.
             compat.reshard(self.module)
-        return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
+        return {
+            "model_output": batches.restored(outputs, plan),
+            "loss": losses,
+            "metrics": metrics,
+            "num_tokens": plan.all_tokens,
+            "batch_num_tokens": plan.tokens,
+        }
 
     def packs(self, data: batches.Batch, limit: batches.Limit) -> bool:
         """Return whether a batch's rows run in one sequence.
@@ -349,22 +380,19 @@ class FSDPEngine(BaseEngine):
         if is_packed:
             group, size = self.grid.sp_group, self.grid.sizes.ulysses
             packed = packing.packed(data, device, group, size)
-            with attention.within(packed.rows) as rows, self.saving():
-                logits = self.module(**packed.inputs, use_cache=False).logits
+            with attention.within(packed.rows) as rows:
+                found = self.model_outputs(packed.inputs, packed.more, data)
             packing.check_asked(rows, self.module, size > 1)
-            found = self.prepare_model_outputs(logits, {**packed.inputs, **packed.more}, data)
             outputs = {name: packed.unpacked(value, data) for name, value in found.items()}
         else:
             inputs = batches.model_inputs(data, device)
-            with self.saving():
-                logits = self.module(**inputs, use_cache=False).logits
-            found = self.prepare_model_outputs(logits, inputs, data)
+            found = self.model_outputs(inputs, {}, data)
             outputs = {name: batches.like_rows(value, data) for name, value in found.items()}
         # The other ranks wait for this rank's part of the gradients, whatever its loss is of.
         nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
         if micro.is_filler:
             return nothing, {"model_output": {}, "metrics": {}}
-        loss, metrics = logits.new_zeros(()), {}
+        loss, metrics = nothing.new_zeros(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
             asked = batches.like_batch(like, data, len(micro.rows))
@@ -372,6 +400,23 @@ class FSDPEngine(BaseEngine):
             if not loss.requires_grad:
                 loss = loss + nothing
         return loss, {"model_output": outputs, "metrics": metrics}
+
+    def model_outputs(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        more: Mapping[str, torch.Tensor],
+        data: Mapping[str, Any],
+    ) -> dict[str, torch.Tensor]:
+        """Run the model, and return the outputs that losses read, by row and column. Collective.
+
+        Args:
+            inputs: the model's inputs.
+            more: what `prepare_model_outputs` reads beside them.
+            data: the micro-batch's data.
+        """
+        with self.saving():
+            logits = self.module(**inputs, use_cache=False).logits
+        return self.prepare_model_outputs(logits, {**inputs, **more}, data)
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for the model's forward pass, which says where autograd saves tensors."""
@@ -672,16 +717,9 @@ class FSDPEngineWithLMHead(FSDPEngine):
             inputs: as of `FSDPEngine.prepare_model_outputs`.
             data: the micro-batch's data.
         """
-        temperature = batches.temperature_of(data)
-        if isinstance(temperature, torch.Tensor):
-            factor = temperature.clamp(min=1e-8).to(logits)
-            # Half precision has no 1e-8; rows without tokens have no temperature.
-            factor = factor.where(factor > 0, 1.0).view(-1, 1, 1)
-            if packing.ROWS in inputs and len(factor) > 1:
-                factor = factor.squeeze(-1)[inputs[packing.ROWS].squeeze(0)][None]
+        factor = temperature_by_token(inputs, data, logits.dtype)
+        if factor is not None:
             logits = logits / factor
-        elif temperature != 1.0:
-            logits = logits / max(temperature, 1e-8)
         if packing.LABELS in inputs:
             outputs = {"log_probs": heads.log_probs(logits, inputs[packing.LABELS])}
         else:
@@ -689,6 +727,49 @@ class FSDPEngineWithLMHead(FSDPEngine):
         if data.get(batches.ENTROPY, False):
             outputs["entropy"] = heads.entropy(logits)
         return outputs
+
+    def model_outputs(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        more: Mapping[str, torch.Tensor],
+        data: Mapping[str, Any],
+    ) -> dict[str, torch.Tensor]:
+        """Return what `prepare_model_outputs` does, with `use_fused_kernels` by the head itself. Collective.
+
+        Args:
+            inputs: the model's inputs.
+            more: what is read beside them.
+            data: the micro-batch's data.
+        """
+        if self.fused_head is None:
+            return super().model_outputs(inputs, more, data)
+        ids, known = inputs[batches.IDS], {**inputs, **more}
+        labels = more.get(packing.LABELS)
+        if labels is None:
+            labels = heads.next_labels(ids, inputs[batches.MASK])
+        factor = temperature_by_token(known, data, torch.float32)
+        if isinstance(factor, float):
+            factor = torch.full((1, 1, 1), factor, device=ids.device)
+        by_token = None if factor is None else factor.squeeze(-1).expand(ids.shape)
+        with self.fused_head.asking(fused.Asked(labels, by_token, data.get(batches.ENTROPY, False))):
+            with self.saving():
+                logits = self.module(**inputs, use_cache=False).logits
+            return self.fused_head.results(logits, self.module)
+
+
+def temperature_by_token(
+    inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any], dtype: torch.dtype
+) -> Union[None, float, torch.Tensor]:
+    """Return what logits are divided by: a number, or numbers that go with (rows, columns, classes)."""
+    temperature = batches.temperature_of(data)
+    if not isinstance(temperature, torch.Tensor):
+        return None if temperature == 1.0 else max(temperature, 1e-8)
+    factor = temperature.clamp(min=1e-8).to(inputs[batches.IDS].device, dtype)
+    # Half precision has no 1e-8; rows without tokens have no temperature.
+    factor = factor.where(factor > 0, 1.0).view(-1, 1, 1)
+    if packing.ROWS in inputs and len(factor) > 1:
+        factor = factor.squeeze(-1)[inputs[packing.ROWS].squeeze(0)][None]
+    return factor
 
 
 @EngineRegistry.register("value_model", BACKENDS, DEVICES)

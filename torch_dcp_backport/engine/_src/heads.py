@@ -87,12 +87,16 @@ def next_log_probs(
         tensor([[-1.3863, -1.3863,  0.0000,  0.0000]])
     """
     # Of the last column too, of which nothing is kept: a part of the logits would be flattened as a copy.
-    result = log_probs(logits, ids.roll(-1, 1), chunk=chunk)
+    return log_probs(logits, next_labels(ids, mask), chunk=chunk)
+
+
+def next_labels(ids: torch.Tensor, mask: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """Return the token after each position; -100 where there is none, or padding."""
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     # From a token to a token: a value from padding to a row's first token depends on how rows are cut.
     is_token = is_token & is_token.roll(-1, 1)
     is_token[:, -1:] = False
-    return result.where(is_token, 0.0)
+    return ids.roll(-1, 1).where(is_token, NO_LABEL)
 
 
 def sft_loss(

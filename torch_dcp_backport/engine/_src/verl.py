@@ -93,8 +93,8 @@ MODEL = {
         "for the [families that were compared](#packed-rows); an error for the others, until it is False",
     ),
     "use_liger": Known(NO_VALUE, "speed and memory; the layers of transformers run"),
-    "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
-    "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None, details=("impl_backend",)),
+    "use_fused_kernels": Known(SERVED, "the head [never makes whole logits](#the-head)"),
+    "fused_kernel_options": Known(NO_VALUE, "there is one kernel", idle=None, details=("impl_backend",)),
     "tiled_mlp": Known(
         NO_VALUE, "saves memory in verl; not here", inner=("enabled",), details=("num_shards",)
     ),
@@ -157,7 +157,7 @@ ENGINE = {
         NO_VALUE, "memory; large chunks are always computed again in the backward pass"
     ),
     "use_remove_padding": Known(SERVED, "as of `HFModelConfig`; False in one of the two is False"),
-    "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
+    "use_fused_kernels": Known(SERVED, "as of `HFModelConfig`; True in one of the two is True"),
     "pad_to_length": Known(NO_VALUE, "speed; nothing is compiled for a length"),
     "pad_to_length_bucket": Known(NO_VALUE, "as `pad_to_length`", idle=None),
     "turbo_config": Known(NO_VALUE, "of the strategy fsdp_turbo, which is refused", idle=None),
