@@ -34,6 +34,7 @@ SITE = ROOT / "build" / "site"
 #: A folder for each release, and the list that the menu reads.
 VERSIONS = ROOT / "build" / "versions"
 PACKAGE = "torch_dcp_backport"
+STYLE = Path(__file__).with_name("site.css")
 # The reference shows the `__all__` of each: what CONTRIBUTING.md, "Versions", calls public.
 PUBLIC = ("", ".state_dict", ".transfer", ".dist_checkpointing", ".checkpoint", ".hf", ".megatron", ".engine")
 # Files and folders that pages link to, as they are.
@@ -96,6 +97,7 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         source = Path(folder)
         pages = copied(source)
+        shutil.copyfile(STYLE, source / STYLE.name)
         for module in PUBLIC:
             (source / "api").mkdir(exist_ok=True)
             (source / "api" / f"{PACKAGE}{module}.md").write_text(reference(module))
@@ -234,6 +236,7 @@ def configuration(source: Path, site: Path) -> Any:
         site_dir=str(site),
         use_directory_urls=False,
         theme=THEME,
+        extra_css=[STYLE.name],
         nav=nav,
         not_in_nav="*.py.md",
         strict=True,

@@ -5,7 +5,8 @@
 
 Runs in the lane `shots`, which has playwright; the browser is the machine's own: chromium or Google Chrome
 on PATH, or the path in CHROME. It serves build/site on this machine alone. It ends with exit code 1 if a page
-is wider than the window, asks another server for something, writes an error to the console, hides a heading
+is wider than the window, cuts code beside the side bars, breaks a name in a table, has a wide table without a
+shadow at its side, asks another server for something, writes an error to the console, hides a heading
 below its header, or has no search, no copy button or no coloured code.
 """
 
@@ -32,6 +33,7 @@ HEIGHT = 900
 #: The name of a picture, the page, and a heading to scroll to.
 PAGES = (
     ("home", "index.html", ""),
+    ("functions", "index.html", "which-function-do-i-call"),
     ("checkpoint", "docs/checkpoint.html", "managers"),
     ("stacks", "docs/stacks.html", "accelerate"),
     ("tour", "examples/tour.py.html", "what-it-prints"),
@@ -45,6 +47,16 @@ PAGES = (
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: How far a page can be scrolled sideways, and the widest element that sticks out of no box that scrolls.
 WIDER = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+#: Blocks of code that are wider than their box.
+CUT = (
+    "() => [...document.querySelectorAll('pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+)
+#: Names in tables that stand in more than one line.
+BROKEN = """() => [...document.querySelectorAll('.md-typeset table code')]
+    .filter(e => !/[\\s-]/.test(e.textContent) && e.getClientRects().length > 1).map(e => e.textContent)"""
+#: Tables that scroll, and do not show it.
+UNMARKED = """() => [...document.querySelectorAll('.md-typeset__scrollwrap')]
+    .filter(e => e.scrollWidth > e.clientWidth && getComputedStyle(e).backgroundImage === 'none').length"""
 #: The upper edge of a heading below the lower edge of the header.
 BELOW = """id => document.getElementById(id).getBoundingClientRect().top
     - document.querySelector('.md-header').getBoundingClientRect().bottom"""
@@ -78,6 +90,13 @@ def faults_of(page: Page, anchor: str) -> Iterator[str]:
     wider = page.evaluate(WIDER)
     if wider > 0:
         yield f"it is {wider} px wider than the window"
+    if page.viewport_size and page.viewport_size["width"] == max(WIDTHS) and page.evaluate(CUT):
+        yield f"{page.evaluate(CUT)} blocks of code are cut"
+    broken = page.evaluate(BROKEN)
+    if broken:
+        yield f"names in tables are broken: {', '.join(broken[:3])}"
+    if page.evaluate(UNMARKED):
+        yield f"{page.evaluate(UNMARKED)} wide tables do not show that they scroll"
     if anchor:
         below = page.evaluate(BELOW, anchor)
         if not 0 <= below < HEIGHT:
