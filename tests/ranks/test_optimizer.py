@@ -179,7 +179,7 @@ def stand_ins_are_bounded(api: Any) -> int:
     """The most bytes of stand-ins for parameters that initialising the states held at a time."""
     from torch_dcp_backport.state_dict.optim import initial
 
-    kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 256
+    kept, initial.PLACEHOLDER_BYTES = initial.PLACEHOLDER_BYTES, 256
     model = build()
     optim = torch.optim.Adam(model.parameters())
     most = []
@@ -195,7 +195,7 @@ def stand_ins_are_bounded(api: Any) -> int:
         initial.init_optim_state(optim)
     finally:
         torch.optim.Adam._init_group = init_group
-        initial.STAND_IN_BYTES = kept
+        initial.PLACEHOLDER_BYTES = kept
     assert all(param in optim.state for param in model.parameters())
     assert all(param.grad is None for param in model.parameters())
     return max(most)
@@ -312,7 +312,7 @@ def test_fresh_counters_of_every_group_and_portion(api: Any) -> None:
     """Several groups, and more parameters than one portion of temporary gradients takes."""
     from torch_dcp_backport.state_dict.optim import initial
 
-    kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 64
+    kept, initial.PLACEHOLDER_BYTES = initial.PLACEHOLDER_BYTES, 64
     try:
         for kind, name, values in (
             (torch.optim.Adam, "step", (0.0, 0.0)),
@@ -327,7 +327,7 @@ def test_fresh_counters_of_every_group_and_portion(api: Any) -> None:
                 for param in group["params"]:
                     assert (optim.state[param][name] == value).all(), (kind, name, value)
     finally:
-        initial.STAND_IN_BYTES = kept
+        initial.PLACEHOLDER_BYTES = kept
 
 
 @on_ranks()

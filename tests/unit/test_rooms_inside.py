@@ -21,6 +21,26 @@ ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 KNOWN_CIRCLES = {"checkpoint": {"handler"}, "dist_checkpointing": {"serialization"}}
 #: Room -> the names of classes that are known to stand for two things.
 KNOWN_TWICE = {"dist_checkpointing": {"Memory", "Run", "Shared", "Written"}}
+#: Words of this package's own, for which torch, DCP and Megatron have names. They came back often enough.
+OWN_WORDS = {
+    *(
+        "told",
+        "seat",
+        "sight",
+        "course",
+        "governor",
+        "governs",
+        "governed",
+        "governance",
+        "outlook",
+        "saying",
+    ),
+    *("stand", "stands", "hand", "story", "heard", "spelled", "settle", "settled"),
+}
+#: Rooms that have none of them.
+IN_WORDS_OF_THE_FIELD = ("activation", "dcp", "hf", "megatron", "regression", "state_dict")
+#: Of a `Call`, from transfer.
+OF_TRANSFER = {"is_settled"}
 
 
 def modules_of(room: str) -> dict[str, ast.Module]:
@@ -106,3 +126,22 @@ def test_a_public_name_is_not_one_for_other_libraries_alone(library: str) -> Non
     aliases = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert {alias.name for alias in aliases if alias.asname == alias.name} & set(public) == set()
     assert {alias.name for alias in aliases if alias.asname is None} - {"require"} <= set(public)
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Return the names that a file gives or uses, of all kinds."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            name = getattr(node, field, None)
+            found |= {name} if isinstance(name, str) else set()
+    return found
+
+
+@pytest.mark.parametrize("room", IN_WORDS_OF_THE_FIELD)
+def test_names_of_a_room_are_words_of_the_field(room: str) -> None:
+    own = set()
+    for module, tree in modules_of(room).items():
+        for name in {module.rpartition(".")[2], *names_in(tree)} - OF_TRANSFER:
+            own |= {f"{module}: {name}"} if OWN_WORDS & set(name.lower().split("_")) else set()
+    assert own == set()

@@ -17,7 +17,7 @@ PACKAGE = Path(torch_dcp_backport.__file__).parent
 CALLS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"}
 #: Modules that unpickle, by what comes in: messages of ranks, of a process that this one has started, and
 #: values that this process has pickled itself.
-MESSAGES = {f"transfer/_src/{name}.py" for name in ("meet", "plan", "tree", "wire")}
+MESSAGES = {f"transfer/_src/{name}.py" for name in ("object_collectives", "plan", "tree", "wire")}
 WRITER = {"dist_checkpointing/_src/saver.py", "dist_checkpointing/_src/saver_process.py"}
 OWN = {
     "dcp/collectives.py",

@@ -93,7 +93,7 @@ def plan(
             swap = swap._replace(stock=before.stock, ours=before.ours)
         else:
             foreign = _foreign(swap, release)
-            if foreign is not None and target.stands_alone and not complete:
+            if foreign is not None and target.is_independent and not complete:
                 left_out.append(LeftOut(swap.module, swap.name, foreign))
                 continue
             _check(swap, foreign, complete)

@@ -98,7 +98,7 @@ class Target(NamedTuple):
     provider: str = ""  # where it is not the table's
 
     @property
-    def stands_alone(self) -> bool:
+    def is_independent(self) -> bool:
         """Return whether the rest of the set works beside torch's own of this name.
 
         Torch's public functions find our internals in their module; DCP's functions are fixes of their own.

@@ -63,7 +63,7 @@ from torch_dcp_backport.hf._src.opening import (
     with_prefix as with_prefix,
 )
 from torch_dcp_backport.hf._src.visibility import (
-    Sight as Sight,
+    Visibility as Visibility,
     look as look,
     opened_together as opened_together,
 )

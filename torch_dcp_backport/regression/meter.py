@@ -134,7 +134,7 @@ class Gauge:
     held: Callable[[], int | None]
     highest: Callable[[], int | None]  # since `forget`
     forget: Callable[[], bool]  # the highest so far, if that can be done
-    settle: Callable[[], object]  # waits for work under way
+    synchronize: Callable[[], object]  # waits for work under way
 
 
 HOST = Gauge(resident, peak_resident, forget_peak, lambda: None)
@@ -161,7 +161,7 @@ def gauge(kind: str) -> Gauge:
         held=lambda: ask("memory_allocated"),
         highest=lambda: ask("max_memory_allocated"),
         forget=forget,
-        settle=lambda: ask("synchronize"),
+        synchronize=lambda: ask("synchronize"),
     )
 
 
@@ -178,7 +178,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.gauge.settle()
+        self.gauge.synchronize()
         self._exact = self.gauge.forget()
         self._base = self.gauge.held()
         self._began = time.perf_counter()
@@ -199,7 +199,7 @@ class Watch:
 
     def stop_peak(self) -> None:
         """Take the peak here, all work done; what follows in the block is no longer part of it."""
-        self.gauge.settle()
+        self.gauge.synchronize()
         highest = self.gauge.highest()
         if self._exact and highest is not None and self._base is not None:
             self.peak = highest - self._base

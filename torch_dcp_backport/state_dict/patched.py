@@ -21,10 +21,10 @@ STOCK = "torch.distributed.checkpoint.state_dict"
 class Getter:
     """The replacement of a model's or optimizer's `state_dict`."""
 
-    # All getters and setters are equal. One stand-in in torch's set is enough to recognise every one
+    # All getters and setters are equal. One placeholder in torch's set is enough to recognise every one
     # of them, and the set, which lives as long as the process, keeps no model alive.
     def __new__(cls, *_: object) -> Getter:
-        import_module(STOCK)._patched_state_dict.add(STAND_IN)
+        import_module(STOCK)._patched_state_dict.add(PLACEHOLDER)
         return super().__new__(cls)
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -47,7 +47,7 @@ class Setter(Getter):
         return self.call(state_dict)
 
 
-STAND_IN = object.__new__(Getter)
+PLACEHOLDER = object.__new__(Getter)
 
 
 def replace_methods(

@@ -34,7 +34,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
     A replicated block goes to a single holder: after every turn twice as many have it, from a neighbour. If
     the window is broadcast, all have it at once.
 
-    A copy that fails is a problem of the call when all messages are over; the ranks have to settle then.
+    A copy that fails is a problem of the call when all messages are over: an agreement has to follow.
     """
     failures: list[Failure] = []
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}

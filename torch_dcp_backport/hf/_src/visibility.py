@@ -70,7 +70,7 @@ def source_like(asked: Any, described: Optional[Description], is_apart: bool) ->
     return source_of(asked)
 
 
-class Sight(NamedTuple):
+class Visibility(NamedTuple):
     """The model to load; `tensors` and `config` are the same on every rank.
 
     Args:
@@ -86,7 +86,7 @@ class Sight(NamedTuple):
     config: dict[str, Any]
 
 
-def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
+def look(call: Call, source: Attempt[Source], files: str = "auto") -> Visibility:
     """Find out which ranks see the source, and send to the others what the first rank sees. Collective.
 
     Args:
@@ -133,8 +133,8 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
         call.problems.append(Problem(what, got=got, expected=expected))
     call.agree_on_outcome()
     if is_shared:
-        return Sight(source.value, True, source.value.tensors, source.value.config)
+        return Visibility(source.value, True, source.value.tensors, source.value.config)
     mine = source.value
     inventory = call.publish({**mine.tensors, CONFIG: mine.config} if is_first else None)
     config = inventory.pop(CONFIG)
-    return Sight(mine if is_first else None, False, inventory, config)
+    return Visibility(mine if is_first else None, False, inventory, config)

@@ -16,8 +16,8 @@ from torch_dcp_backport.hf import (
     ExportTarget,
     Part,
     Share,
-    Sight,
     Source,
+    Visibility,
     differ,
     equal_in,
     examined,
@@ -92,7 +92,9 @@ class Agreed(NamedTuple):
     target: Optional[ExportTarget] = None
 
 
-def agree_on_load(call: Call, given: Attempt[GivenModules], visibility: Sight, value_head: bool) -> Agreed:
+def agree_on_load(
+    call: Call, given: Attempt[GivenModules], visibility: Visibility, value_head: bool
+) -> Agreed:
     """Fit this rank's modules to the files.
 
     Args:

@@ -19,7 +19,7 @@ from torch_dcp_backport.regression import meter, scenarios
 from torch_dcp_backport.regression.verify import model as models
 from torch_dcp_backport.regression.verify.report import PEAK_MARGINS
 
-SETTLE = 0.3  # seconds of history after the call, for the picture
+TAIL = 0.3  # seconds of history after the call, for the picture
 LEARNING_RATE = 0.01
 
 
@@ -151,7 +151,7 @@ def _measure(
         source.clear()
         gc.collect()
         watch.mark("released")
-        time.sleep(SETTLE)
+        time.sleep(TAIL)
     # Rank 0's input does not count once it is let go: it is the caller's.
     history = [(at, held) for at, held in watch.history if at <= watch.marks["returned"]]
     history += [(at, held + handed_in) for at, held in watch.history if at >= watch.marks["released"]]

@@ -20,8 +20,8 @@ from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.state_dict.form import PARAMS
 from torch_dcp_backport.state_dict.load import normal_mode
 
-#: Bytes of stand-ins for parameters that may exist at a time while states are made.
-STAND_IN_BYTES = 16 * 2**20
+#: Bytes of placeholders for parameters that may exist at a time while states are made.
+PLACEHOLDER_BYTES = 16 * 2**20
 
 LR = object()
 
@@ -145,7 +145,7 @@ def first_states(
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """parameter -> the states that the first step would find, of those of `params` that get any.
 
-    The optimizer has to have a kind. It stays as it is: a twin makes a step, with stand-ins for
+    The optimizer has to have a kind. It stays as it is: a twin makes a step, with placeholders for
     the parameters. Those without `requires_grad` are left out unless `frozen`.
     """
     kind = kind_of(optim)
@@ -155,15 +155,15 @@ def first_states(
         chosen = [param for param in group[PARAMS] if param in params and (frozen or param.requires_grad)]
         for batch in batches(chosen):
             twin = twin_of(optim)
-            stand_ins = [stand_in_for(param, kind) for param in batch]
+            placeholders = [placeholder_for(param, kind) for param in batch]
             lr = {} if group.get("lr") is None else {"lr": zero_rate(group["lr"])}
-            twin.param_groups = [{**group, **lr, PARAMS: stand_ins}]
+            twin.param_groups = [{**group, **lr, PARAMS: placeholders}]
             step_of(type(twin))(twin)
-            for param, stand_in in zip(batch, stand_ins):
-                states = twin.state.get(stand_in)
+            for param, placeholder in zip(batch, placeholders):
+                states = twin.state.get(placeholder)
                 if states:
                     rewind(states, kind, group)
-                    states_of[param] = as_of(param, stand_in, states)
+                    states_of[param] = as_of(param, placeholder, states)
     return states_of
 
 
@@ -186,21 +186,21 @@ def twin_of(optim: Optimizer) -> Optimizer:
     return twin
 
 
-def stand_in_for(param: torch.Tensor, kind: OptimizerKind) -> torch.Tensor:
+def placeholder_for(param: torch.Tensor, kind: OptimizerKind) -> torch.Tensor:
     """Zeros like a parameter, with a gradient; the two share their memory, which stays zero.
 
     Local ones where states have the parameter's shape. Their step does not communicate (Muon's would, and not
     every rank makes the same states) or meet an operation that DTensors lack (Rprop's).
     """
     local = local_of(param)
-    stand_in = torch.zeros_like(local if kind.uniform and local.dim() else param)
-    stand_in.grad = stand_in.detach()
-    return stand_in
+    placeholder = torch.zeros_like(local if kind.uniform and local.dim() else param)
+    placeholder.grad = placeholder.detach()
+    return placeholder
 
 
-def as_of(param: torch.Tensor, stand_in: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
-    """The states of a stand-in as those of its parameter."""
-    if not isinstance(param, compat.DTensor) or isinstance(stand_in, compat.DTensor):
+def as_of(param: torch.Tensor, placeholder: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    """The states of a placeholder as those of its parameter."""
+    if not isinstance(param, compat.DTensor) or isinstance(placeholder, compat.DTensor):
         return states
     return {
         name: compat.wrap_local(state, param) if torch.is_tensor(state) and state.dim() else state
@@ -221,13 +221,13 @@ def rewind(states: dict[str, Any], kind: OptimizerKind, group: Mapping[str, Any]
 
 
 def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters in portions of at most STAND_IN_BYTES."""
+    """The parameters in portions of at most PLACEHOLDER_BYTES."""
     batch: list[torch.Tensor] = []
     weight = 0
     for param in params:
         local = local_of(param)
         nbytes = local.numel() * local.element_size()
-        if batch and weight + nbytes > STAND_IN_BYTES:
+        if batch and weight + nbytes > PLACEHOLDER_BYTES:
             yield batch
             batch, weight = [], 0
         batch.append(param)
@@ -250,13 +250,13 @@ def names_of_states(optim: Optimizer, settings: Mapping[str, Any], dim: int) -> 
     """
     twin = twin_of(optim)
     # Of one number, on the host, so that no setting asks for another device.
-    stand_in = torch.zeros((1,) * dim)
-    stand_in.grad = torch.zeros_like(stand_in)
+    placeholder = torch.zeros((1,) * dim)
+    placeholder.grad = torch.zeros_like(placeholder)
     group = {name: without_tensors(value) for name, value in settings.items()}
     group.update({name: False for name in IMPLEMENTATIONS if name in group})
-    twin.param_groups = [{**group, PARAMS: [stand_in]}]
+    twin.param_groups = [{**group, PARAMS: [placeholder]}]
     step_of(type(twin))(twin)
-    return frozenset(twin.state.get(stand_in, ()))
+    return frozenset(twin.state.get(placeholder, ()))
 
 
 def without_tensors(value: Any) -> Any:
