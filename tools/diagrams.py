@@ -55,7 +55,7 @@ PATHS: dict[str, dict[str, tuple[Step, ...]]] = {
             Step("transfer/_src/call.py", "Call.agree_on_wants", MEET),
             Step("state_dict/destination.py", "target_of", EACH),
             Step("transfer/_src/scatter.py", "scatter", MEET),
-            Step("state_dict/model/apply.py", "Handover.run", EACH),
+            Step("state_dict/model/apply.py", "ModelLoad.run", EACH),
         ),
         "get_model_state_dict(full_state_dict=True, cpu_offload=True)": (
             Step("state_dict/api.py", "get_model_state_dict", EACH),
