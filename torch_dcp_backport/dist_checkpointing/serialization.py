@@ -28,10 +28,7 @@ from torch_dcp_backport.dist_checkpointing._src.options import (
     SaveOptions,
     checked_bool,
 )
-from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
-from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
-from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import boxed
-from torch_dcp_backport.dist_checkpointing._src.values import naming_too_deep
+from torch_dcp_backport.dist_checkpointing._src.save import save_at_once, save_in_background
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -42,7 +39,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split, table_of
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
     refuse_strategies,
@@ -137,14 +134,14 @@ def save(
         tensor([0, 1, 2, 3])
     """
     options = SaveOptions(
-        validate_access_integrity,
-        content_metadata,
-        balanced,
+        validate_access_integrity=validate_access_integrity,
+        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
+        balanced=balanced,
         process_group=process_group,
-        is_hashed=verify_integrity,
-        is_compared=validate_access_integrity or strict_common,
+        verify_integrity=verify_integrity,
+        compare_common=validate_access_integrity or strict_common,
         strict_common=strict_common,
-        preprocess=preprocess_common_before_consistancy_check,
         torch_metadata=torch_metadata,
     )
     requests: list[AsyncRequest] = []
@@ -193,46 +190,13 @@ def saving(
     with gc_context(), options.begin() as call:
         with call.guard() as state:
             yield state
-        with call.guard() as own, naming_too_deep(state.value):
-            # The working directory may be another when a save in the background ends.
-            own.set(saving_of(split(state.value), Path(checkpoint_dir).absolute(), options.checked()))
         if requests is None:
-            output = save_together(call, own)
-            report.close_save(call.tally, output, clock.stop())
+            save_at_once(call, state, checkpoint_dir, options, clock)
         else:
-            save = begin_save(call, own, options.process_group, clock)
+            save = save_in_background(call, state, checkpoint_dir, options, clock)
             requests.append(
                 AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,), stop_fn=save.stop)
             )
-
-
-def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
-    """Return this rank's part of a save.
-
-    Raises:
-        CheckpointingException: a tensor has no data.
-    """
-    absent = [part.key for part in parts.tensors if part.data is None]
-    if absent:
-        raise CheckpointingException(f"tensors without data: {', '.join(absent)}")
-    # Once, as the whole structure is walked for it; a function of the caller's may change what it gets.
-    common = parts.common
-    compared = common if options.preprocess is None else parts.common
-    return Saving(
-        folder,
-        table_of(parts.tensors, parts.objects),
-        [boxed(part, part.data) for part in parts.tensors if part.data is not None],
-        [part.data for part in parts.objects],
-        {**common, **options.beside()},
-        options.is_checked,
-        options.is_balanced,
-        options.must_load,
-        options.is_hashed,
-        options.written,
-        options.compared(compared),
-        options.strict_common,
-        torch_metadata=options.torch_metadata,
-    )
 
 
 @either_order("validate_access_integrity", "strict", "verify_integrity", "process_group")
@@ -294,16 +258,16 @@ def load(
         >>> new
         tensor([0, 1, 2, 3])
     """
-    shared_in = sharing_groups(sharded_strategy)
-    if read_together and not shared_in and dist.is_initialized():
-        shared_in = (process_group,)
+    read_together_in = sharing_groups(sharded_strategy)
+    if read_together and not read_together_in and dist.is_initialized():
+        read_together_in = (process_group,)
     options = LoadOptions(
-        validate_access_integrity,
-        strict,
-        trust,
-        process_group,
-        shared_in,
-        verify_integrity,
+        validate_access_integrity=validate_access_integrity,
+        strict=strict,
+        trust=trust,
+        process_group=process_group,
+        read_together_in=read_together_in,
+        verify_integrity=verify_integrity,
         advice=LOADS_THE_REST,
     )
     with loading(checkpoint_dir, options) as load:
@@ -377,9 +341,9 @@ def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnder
         with call.guard() as same:
             mode = parse_strict_flag(options.strict)
             # It decides on what the ranks do together.
-            same.set({"strict": mode.value, "verify_integrity": str(bool(options.is_hashed))})
+            same.set({"strict": mode.value, "verify_integrity": str(bool(options.verify_integrity))})
         checkpoint = engine.open_together(call, folder, same)
-        if options.is_hashed:
+        if options.verify_integrity:
             digests = read_digests(call, folder.value)
             check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
         with call.guard() as asked:
@@ -387,23 +351,10 @@ def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnder
             yield load
         with OpenFiles(checkpoint.value.folder) as files:
             with call.guard() as own:
-                parts, shared_in, common = split(asked.value), options.shared_in, options.has_common
-                own.set(
-                    Loading(
-                        call,
-                        checkpoint.value,
-                        files,
-                        parts,
-                        mode,
-                        options.trust,
-                        shared_in,
-                        common,
-                        options.advice,
-                    )
-                )
+                own.set(Loading(call, checkpoint.value, files, split(asked.value), mode, options))
             if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
                 call.kind = PlanRefused
-            missing = agree_on_load(call, own, options.is_checked)
+            missing = agree_on_load(call, own)
             call.kind = CheckpointingException
             loaded: Loading = own.value
             result: Any = loaded.read()
@@ -546,7 +497,7 @@ def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -
         >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
         tensor([0, 1, 2, 3])
     """
-    options = LoadOptions(is_checked=False, process_group=process_group)
+    options = LoadOptions(validate_access_integrity=False, process_group=process_group)
     with loading(checkpoint_dir, options) as load:
         load.ask(dict(tensors_in(load.checkpoint)))
     return load.result  # type: ignore[no-any-return]

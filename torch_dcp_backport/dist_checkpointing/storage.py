@@ -62,7 +62,7 @@ class CheckedReader(storage.StorageReader):
         """
         self.folder = Path(path).absolute()
         self.trust = trust
-        self.is_hashed = verify_integrity
+        self.verify_integrity = verify_integrity
         self._opened: Optional[Opened] = None
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
 
@@ -99,7 +99,7 @@ class CheckedReader(storage.StorageReader):
         Raises:
             CheckpointingException: a file is not what was saved, or there are no digests.
         """
-        if self.is_hashed:
+        if self.verify_integrity:
             self.verify_digests({self.place_of(item)[0].file for item in plan.items})
         return plan
 
@@ -197,7 +197,7 @@ class CheckedWriter(storage.StorageWriter):
     def __init__(self, path: Folder, *, verify_integrity: bool = False) -> None:
         """`verify_integrity`: save the SHA-256 of every file (`integrity.json`), too; on all ranks."""
         self.folder = Path(path).absolute()
-        self.is_hashed = verify_integrity
+        self.verify_integrity = verify_integrity
 
     def reset(self, checkpoint_id: Optional[Folder] = None) -> None:
         if checkpoint_id is not None:
@@ -232,7 +232,7 @@ class CheckedWriter(storage.StorageWriter):
             works = [work_of(resolve(item), item.index.fqn) for item in tensors]
             data = [bytes(resolve(item).getbuffer()) for item in objects]
             output = writer.write(
-                self.folder / plan.storage_data, works, data, lambda nbytes: None, self.is_hashed
+                self.folder / plan.storage_data, works, data, lambda nbytes: None, self.verify_integrity
             )
         return done(list(results_of(output, tensors, objects)))
 
@@ -247,7 +247,7 @@ class CheckedWriter(storage.StorageWriter):
         index = index_of(metadata, {(key.fqn, key.offset): place for key, (place, _) in stored.items()})
         digests = {place.file: digest for place, digest in stored.values()}
         unhashed = sorted(name for name, digest in digests.items() if not digest)
-        if self.is_hashed and unhashed:
+        if self.verify_integrity and unhashed:
             raise CheckpointingException(
                 f"no SHA-256 of {', '.join(unhashed)}: verify_integrity differs between ranks"
             )
@@ -255,7 +255,7 @@ class CheckedWriter(storage.StorageWriter):
             number: Output(name, end, [], [], sha256=digests[name])
             for number, (name, end) in enumerate(sorted(index.ends.items()))
         }
-        commit.publish(self.folder, index, values.dumps({}), outputs, self.is_hashed)
+        commit.publish(self.folder, index, values.dumps({}), outputs, self.verify_integrity)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Folder) -> bool:

@@ -714,7 +714,7 @@ class ShardedManager(BaseCheckpointManager):
             must_load=not self.trust,
             process_group=self.process_group,
             written=functools.partial(writing.note, path),
-            is_compared=True,
+            compare_common=True,
             torch_metadata=self.torch_metadata and writing.torch_metadata,
         )
         with saving(path, options, writing.requests if self.is_async else None) as state:

@@ -29,6 +29,7 @@ from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     Loading,
+    LoadOptions,
     OpenFiles,
     SaveOptions,
     ShardedObject,
@@ -447,7 +448,7 @@ class NearbyCheckpoints:
             path = draft.folder / SHARDED
             writing.make_folder(path)
             options = SaveOptions(
-                is_checked=False,
+                validate_access_integrity=False,
                 must_load=not self.trust,
                 is_alone=True,
                 written=functools.partial(writing.note, path),
@@ -624,10 +625,11 @@ class NearbyCheckpoints:
     def _opened(self, call: Call, files: OpenFiles, state: Mapping[str, Any]) -> Loading:
         """Compare this rank's part with a state; the problems are the call's."""
         opened, parts = open_alone(files.folder), split(self._own_part(state))
-        loading = Loading(call, opened, files, parts, StrictHandling.RAISE_ALL, self.trust)
+        options = LoadOptions(validate_access_integrity=False, trust=self.trust)
+        loading = Loading(call, opened, files, parts, StrictHandling.RAISE_ALL, options)
         own = loading.described()
         try:
-            loading.unfold(loading.decided({call.rank: own}, False)[1])
+            loading.unfold(loading.decided({call.rank: own})[1])
         except Refusal as refusal:
             call.problems += [problem for _, problem in refusal.findings]
         return loading

@@ -129,11 +129,11 @@ def clear(folder: Path) -> None:
 
 
 def publish(
-    folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+    folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output], verify_integrity: bool = False
 ) -> None:
     """Write the small files as `publish_described` does, with the `.metadata` of an index."""
     index.is_ours, index.common = True, (len(common), zlib.crc32(common))
-    publish_described(folder, metadata.to_bytes(index), common, outputs, is_hashed)
+    publish_described(folder, metadata.to_bytes(index), common, outputs, verify_integrity)
 
 
 def publish_described(
@@ -141,13 +141,13 @@ def publish_described(
     described: Union[bytes, Content],
     common: bytes,
     outputs: Mapping[int, Output],
-    is_hashed: bool = False,
+    verify_integrity: bool = False,
 ) -> None:
     """Write the small files; from the last on the folder is a checkpoint.
 
     Args:
         described: the content of `.metadata`.
-        is_hashed: list the SHA-256 of every file, too; `outputs` has those of the ranks' files.
+        verify_integrity: list the SHA-256 of every file, too; `outputs` has those of the ranks' files.
 
     Raises:
         Refusal: a rank's file is not in this folder; no load could take the small files.
@@ -168,7 +168,7 @@ def publish_described(
         metadata.NAME: described,
         CONFIG_FNAME: MARKER,
     }
-    if is_hashed:
+    if verify_integrity:
         digests = {name: integrity.digest(data) for name, data in small.items()}
         digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
         listed = small[integrity.NAME] = integrity.to_bytes(digests)

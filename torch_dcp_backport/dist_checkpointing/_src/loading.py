@@ -20,6 +20,7 @@ from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, OpenFiles
 from torch_dcp_backport.dist_checkpointing._src.load import Opened, WantedBox
 from torch_dcp_backport.dist_checkpointing._src.metadata import Index
+from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
 from torch_dcp_backport.dist_checkpointing._src.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, examples, findings_of, keys_of
@@ -38,7 +39,6 @@ from torch_dcp_backport.transfer import (
     Attempt,
     Call,
     Findings,
-    Group,
     Problem,
     Refusal,
     Topic,
@@ -77,10 +77,7 @@ class Loading:
         files: OpenFiles,
         parts: Split,
         mode: StrictHandling,
-        trust: bool,
-        shared_in: Sequence[Group] = (),
-        has_common: bool = True,
-        advice: str = "",
+        options: LoadOptions,
     ) -> None:
         """Compare the parts with the checkpoint; `files` are its own, and are opened as they are needed."""
         self.call = call
@@ -88,11 +85,7 @@ class Loading:
         self.index = checkpoint.holds
         self.parts = parts
         self.mode = mode
-        self.trust = trust
-        #: The process group whose ranks read together; empty where each rank reads for itself.
-        self.shared_in = shared_in
-        self.has_common = has_common
-        self.advice = advice
+        self.options = options
         self.reader = RecordReader(files, self.index.is_ours, call.tally.meter.add)
         self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
         #: The tensor that each is loaded into; None where it is still to be made.
@@ -168,16 +161,16 @@ class Loading:
             call.problems += engine.problems_of(self.index, self.wanted)
             needed = engine.needed_files(self.index, self.wanted, self.objects.values())
             call.problems += self.reader.files.problems(needed, self.index.ends)
-            if self.has_common:
-                self.common = self.checkpoint.common_state(self.trust, self.reader)
+            if self.options.has_common:
+                self.common = self.checkpoint.common_state(self.options.trust, self.reader)
                 call.problems += self.plain_problems()
-        for group in self.shared_in:
+        for group in self.options.read_together_in:
             with call.guard("the group that reads together"):
                 together = group_ranks(group)
         return self.table, together
 
     def decided(
-        self, own_by_rank: Mapping[int, tuple[RowTable, tuple[int, ...]]], is_checked: bool
+        self, own_by_rank: Mapping[int, tuple[RowTable, tuple[int, ...]]]
     ) -> tuple[set[str], set[str]]:
         """Return the missing keys, and those that are loaded box by box. On the first rank.
 
@@ -188,14 +181,14 @@ class Loading:
         findings: Findings = list(apart({rank: ranks for rank, (_, ranks) in own_by_rank.items()}))
         unfolded = others(self.checkpoint.holds, tables)
         findings += both_ways(self.checkpoint.holds, tables, unfolded)
-        findings += findings_of(tables) if is_checked else []
+        findings += findings_of(tables) if self.options.validate_access_integrity else []
         missing: set[str] = set()
         if StrictHandling.requires_global_app_metadata(self.mode):
             missing = self.missing_of(tables)
             if self.mode is StrictHandling.RAISE_ALL:
                 first = self.call.ranks[0]
                 # Once, and on the first line: an error with many keys shows the first of them.
-                notes = itertools.chain([self.advice], itertools.repeat(""))
+                notes = itertools.chain([self.options.advice], itertools.repeat(""))
                 findings += [
                     (first, Problem(MISSING, key, note)) for key, note in zip(sorted(missing), notes)
                 ]
@@ -284,9 +277,9 @@ class Loading:
                         place, record_read = self.index.objects[key], records.get(key)
                         if record_read is None:
                             record_read = self.reader.read_object(place)
-                        self.loaded[id(entry)] = engine.load_object(record_read, key, self.trust)
+                        self.loaded[id(entry)] = engine.load_object(record_read, key, self.options.trust)
                 for entry in self.commons:
-                    self.loaded[id(entry)] = self.checkpoint.common_state(self.trust, self.reader)
+                    self.loaded[id(entry)] = self.checkpoint.common_state(self.options.trust, self.reader)
             except Damaged as error:
                 call.record(Problem("damaged", got=str(error)), error)
         result: StateDict = {}
@@ -298,7 +291,7 @@ class Loading:
 
     def read_parts(self, wanted: Sequence[WantedBox], reads: Sequence[Read]) -> dict[str, bytes]:
         """Read the tensors, and where ranks read together the records of objects, too."""
-        for group in self.shared_in:
+        for group in self.options.read_together_in:
             try:
                 with begin(self.call.title, self.call.tally.operation, group) as call:
                     shared = read_shared(call, self.reader, self.index, wanted, list(self.objects.values()))
@@ -332,7 +325,7 @@ def is_in(common: Any, path: Sequence[Any]) -> bool:
     return True
 
 
-def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[str]:
+def agree_on_load(call: Call, made: Attempt[Loading]) -> set[str]:
     """Raise every rank's problems on every rank; return the missing keys.
 
     Raises:
@@ -342,7 +335,7 @@ def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[s
         own.set(made.value.described())
     with at_first(call, Topic("planning"), own) as meeting:
         if meeting.decides:
-            meeting.answer(made.value.decided(meeting.heard, is_checked))
+            meeting.answer(made.value.decided(meeting.heard))
     missing, unfolded = meeting.result
     loading = made.value
     loading.unfold(unfolded)

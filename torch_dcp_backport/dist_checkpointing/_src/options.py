@@ -24,34 +24,35 @@ CONTENT_METADATA = "content_metadata"
 
 
 class SaveOptions(NamedTuple):
-    """The settings of a save."""
+    """The settings of a save, from the public functions to the disk; Megatron's have its names."""
 
-    is_checked: bool = True
-    #: Saved beside the common state, as `load_content_metadata` returns it; None for none.
-    content: Optional[dict[str, Any]] = None
-    is_balanced: bool = True
-    #: Whether to refuse a common state or an object that a load without `trust` would refuse.
-    must_load: bool = False
-    process_group: Group = None
-    #: Called with this rank's output, by the thread that wrote it.
-    written: Callable[[Output], None] = lambda output: None
-    #: Whether the SHA-256 of every file is saved, too.
-    is_hashed: bool = False
-    #: Whether no other rank takes part, also where there is a process group.
-    is_alone: bool = False
-    #: Whether ranks' common states are compared; and whether they have to be alike.
-    is_compared: bool = False
-    strict_common: bool = False
+    validate_access_integrity: bool = True
     #: Turns a common state into the state that is compared.
-    preprocess: Optional[Callable[[CommonStateDict], StateDict]] = None
+    preprocess_common_before_consistancy_check: Optional[Callable[[CommonStateDict], StateDict]] = None
+    #: Saved beside the common state, as `load_content_metadata` returns it; None for none.
+    content_metadata: Optional[dict[str, Any]] = None
+    balanced: bool = True
+    process_group: Group = None
+    #: Whether the SHA-256 of every file is saved, too.
+    verify_integrity: bool = False
+    #: Whether ranks' common states are compared; and whether they have to be alike.
+    compare_common: bool = False
+    strict_common: bool = False
     #: Whether `.metadata` has torch's index beside ours; a caller's value, of any type.
     torch_metadata: Any = True
+    #: Whether to refuse a common state or an object that a load without `trust` would refuse.
+    must_load: bool = False
+    #: Whether no other rank takes part, also where there is a process group.
+    is_alone: bool = False
+    #: Called with this rank's output, by the thread that wrote it.
+    written: Callable[[Output], None] = lambda output: None
 
     def compared(self, common: CommonStateDict) -> Optional[Values]:
         """Return the values of a common state that are compared; None where they are not."""
-        if self.is_alone or not self.is_compared:
+        if self.is_alone or not self.compare_common:
             return None
-        state = common if self.preprocess is None else self.preprocess(common)
+        preprocess = self.preprocess_common_before_consistancy_check
+        state = common if preprocess is None else preprocess(common)
         return values_of({**state, **self.beside()})
 
     def beside(self) -> StateDict:
@@ -60,13 +61,21 @@ class SaveOptions(NamedTuple):
         Raises:
             CheckpointingException: content metadata that is no dict.
         """
-        if self.content is None:
+        content = self.content_metadata
+        if content is None:
             return {}
-        if not isinstance(self.content, dict):
+        if not isinstance(content, dict):
             raise CheckpointingException(
-                f"content_metadata={self.content!r}: expected a dict, got a {type(self.content).__name__}"
+                f"content_metadata={content!r}: expected a dict, got a {type(content).__name__}"
             )
-        return {CONTENT_METADATA: _clean_metadata_for_serialization(self.content)}
+        return {CONTENT_METADATA: _clean_metadata_for_serialization(content)}
+
+    def same(self) -> dict[str, str]:
+        """Return the options that must be the same on every rank."""
+        return {
+            "verify_integrity": str(bool(self.verify_integrity)),
+            "torch_metadata": str(self.torch_metadata),
+        }
 
     def checked(self) -> SaveOptions:
         """Return the same options.
@@ -97,16 +106,16 @@ def checked_bool(name: str, value: bool) -> bool:
 
 
 class LoadOptions(NamedTuple):
-    """The settings of a load."""
+    """The settings of a load, from the public functions to the disk; Megatron's have its names."""
 
-    is_checked: bool = True
+    validate_access_integrity: bool = True
     strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
     trust: bool = False
     process_group: Group = None
     #: The process group whose ranks read together; empty where each rank reads for itself.
-    shared_in: tuple[Group, ...] = ()
+    read_together_in: tuple[Group, ...] = ()
     #: Whether every file is compared with its SHA-256.
-    is_hashed: bool = False
+    verify_integrity: bool = False
     #: Whether no other rank takes part, also where there is a process group.
     is_alone: bool = False
     #: Whether the result has the checkpoint's common state.

@@ -55,7 +55,7 @@ def write(
     staged: Staged,
     objects: Sequence[bytes],
     moved: Callable[[int], None],
-    is_hashed: bool = False,
+    verify_integrity: bool = False,
     by_process: bool = True,
     stop: Optional[Stop] = None,
 ) -> Output:
@@ -77,7 +77,7 @@ def write(
     with new_file(path, output.nbytes) as fd:
         counted = _Counted(moved, stop)
         output = _written(fd, staged, objects, counted, output, by_process and staged.is_shared)
-        return hashed(output, path) if is_hashed else output
+        return hashed(output, path) if verify_integrity else output
 
 
 def _written(

@@ -69,13 +69,13 @@ def write(
     tensors: Sequence[WriteWork],
     objects: Sequence[bytes],
     moved: Callable[[int], None],
-    is_hashed: bool = False,
+    verify_integrity: bool = False,
 ) -> Output:
     """Write records in sequence into a new file, and have it on disk.
 
     Args:
         moved: called with the bytes of values that were written since the last time.
-        is_hashed: return the file's SHA-256, too; the file is read again for that.
+        verify_integrity: return the file's SHA-256, too; the file is read again for that.
 
     Raises:
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
@@ -97,7 +97,7 @@ def write(
                 blocks = blocks_of(work, block)
             written.append(sink.put_record(form, blocks, moved))
         output = sink.ended(objects, output._replace(tensors=written))
-        return hashed(output, path) if is_hashed else output
+        return hashed(output, path) if verify_integrity else output
 
 
 @contextlib.contextmanager

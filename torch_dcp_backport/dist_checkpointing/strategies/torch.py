@@ -40,7 +40,7 @@ from torch_dcp_backport.dist_checkpointing.validation import UNEXPECTED
 
 MCORE, NVRX = "mcore", "nvrx"
 #: Each main replica is written by the rank that has it.
-OPTIONS = SaveOptions(is_balanced=False)
+OPTIONS = SaveOptions(balanced=False)
 #: Name -> the module below that has it.
 OWN = {
     "AsyncCallsQueue": "async_utils",
@@ -178,7 +178,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         """
         if MCoreLoadPlanner.create_local_plan is not OWN_PLAN:
             show_plan(sharded_state_dict, checkpoint_dir)
-        options = LoadOptions(is_checked=False, is_alone=True, has_common=False)
+        options = LoadOptions(validate_access_integrity=False, is_alone=True, has_common=False)
         with serialization.loading(checkpoint_dir, options) as load:
             load.ask(sharded_state_dict)
         return load.result  # type: ignore[no-any-return]
