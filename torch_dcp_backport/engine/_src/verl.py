@@ -14,9 +14,9 @@ from torch_dcp_backport.engine._src.checks import check_known, flag, say
 
 SERVED = "serves it"
 #: verl's object does it before the engine sees it; in a mapping nothing does.
-BEFORE = "finds it done"
+BEFORE = "finds it already done"
 #: Speed, memory, or files beside the weights.
-NO_VALUE = "needs it not"
+NO_VALUE = "ignores it"
 REFUSED = "refuses it"
 
 
