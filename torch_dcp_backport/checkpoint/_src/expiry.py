@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Optional
 
 from torch_dcp_backport.dist_checkpointing import begin
-from torch_dcp_backport.transfer import Group, Topic, at_first
+from torch_dcp_backport.transfer import Group
 
 #: Set by Volcano Engine and by SageMaker: seconds since 1970 at which the machines are taken away.
 EXPIRY = (
@@ -116,7 +116,6 @@ class SaveSignals:
         """
         with begin("cannot agree on a save", "save", self.process_group) as call:
             received = self.take()
-            with at_first(call, Topic("asking for signals"), received or expires) as meeting:
-                if meeting.decides:
-                    meeting.answer(any(meeting.heard.values()))
-            return bool(meeting.result)
+            return call.gather_object(
+                "asking for signals", bool(received or expires), lambda wishes: any(wishes.values())
+            )

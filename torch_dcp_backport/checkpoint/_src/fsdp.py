@@ -77,11 +77,8 @@ from torch_dcp_backport.state_dict.fqn import get_fqns
 from torch_dcp_backport.transfer import (
     Call,
     Group,
-    Topic,
-    at_first,
     group_ranks,
     layout_of,
-    meet,
 )
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -312,9 +309,12 @@ class FSDPCheckpointManager(ShardedManager):
                     halves = as_dtensors(halves, self.model)
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
-            with at_first(call, Topic("writing the configuration"), common=self.save_settings()) as meeting:
-                if meeting.decides:
-                    self.write_configuration(folder / HUGGING_FACE)
+            call.gather_object(
+                "writing the configuration",
+                None,
+                lambda _: self.write_configuration(folder / HUGGING_FACE),
+                must_agree=self.save_settings(),
+            )
             halves = united(call, own)
         if self.should_save_ours:
             with self.saving_state(folder / SHARDED, step) as parts:
@@ -354,7 +354,7 @@ class FSDPCheckpointManager(ShardedManager):
             with call.guard("adapter") as same:
                 adapter = self.adapter_of(tensors)
                 same.set({"adapter": str(adapter is not None)})
-            meet(call, Topic("describing the adapter"), common=same)
+            call.barrier("describing the adapter", must_agree=same)
         if adapter is None:
             save_state_dict(tensors, target, like=target, how=how, process_group=group)
             return
@@ -585,7 +585,7 @@ class FSDPCheckpointManager(ShardedManager):
                 writing_in(folder).make_folder(folder)
                 for part, state in states.items():
                     torch.save(state, folder / verl.name_of(part, world, rank))
-            meet(call, Topic("writing the files of verl's manager"))
+            call.barrier("writing the files of verl's manager")
 
     def verl_world(self, folder: Path) -> int:
         """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did. Collective.
@@ -594,13 +594,16 @@ class FSDPCheckpointManager(ShardedManager):
             folder: the folder of the checkpoint.
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            with at_first(call, Topic("looking who saved it"), common={"folder": str(folder)}) as meeting:
-                if meeting.decides:
-                    world = 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
-                    if world:
-                        self.check_adapters(folder)
-                    meeting.answer(world)
-            return int(meeting.result)
+
+            def world_of_verl(_: Mapping[int, None]) -> int:
+                world = 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
+                if world:
+                    self.check_adapters(folder)
+                return world
+
+            return call.gather_object(
+                "looking who saved it", None, world_of_verl, must_agree={"folder": str(folder)}
+            )
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         super().check_contents(path, state)
@@ -675,11 +678,11 @@ class FSDPCheckpointManager(ShardedManager):
             # Before a pickle is opened, which may do anything.
             with call.guard(str(folder)):
                 call.problems += verl.problems_of_files(folder, *self.place())
-            meet(call, Topic("comparing the files of verl's manager with the manifest"))
+            call.barrier("comparing the files of verl's manager with the manifest")
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             opened = call.attempt(self.verl_files, call, folder, saved_world, key=str(folder))
             common = {"load_contents": ", ".join(self.checkpoint_load_contents)}
-            meet(call, Topic("reading the files of verl's manager"), common=common)
+            call.barrier("reading the files of verl's manager", must_agree=common)
         model, optimizer, others = opened.value
         if model:
             # Apart: under FSDP1 the model's state dict is collective.
@@ -688,7 +691,7 @@ class FSDPCheckpointManager(ShardedManager):
                     halves = self.halves(True, False)
                     targets = tensors_of(as_dtensors(halves, self.model)[MODEL])
                     call.problems += verl.problems_of(model, targets)
-                meet(call, Topic("comparing them with the model"))
+                call.barrier("comparing them with the model")
             verl.fill(model, targets, dist.get_rank() if dist.is_initialized() else 0)
             self.restore(halves)
         if optimizer is not None:

@@ -54,7 +54,7 @@ from torch_dcp_backport.dist_checkpointing import (
     values,
 )
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.transfer import Group, Topic, at_first, meet
+from torch_dcp_backport.transfer import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -447,7 +447,7 @@ class CheckpointHandler:
         self._finish_last(self._saves.wait_for_last)
         if not self._is_compared:
             with begin(CANNOT_SAVE, "save", self.process_group) as call:
-                meet(call, Topic("comparing options", "nothing was written"), common=self.settings)
+                call.barrier("comparing options", must_agree=self.settings, so_far="nothing was written")
             self._is_compared = True
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             with call.guard() as wanted:
@@ -613,10 +613,10 @@ class CheckpointHandler:
                 "verify": str(self.verify),
                 **self.settings,
             }
-            with at_first(call, Topic("looking for steps"), common=common) as meeting:
-                if meeting.decides:
-                    meeting.answer(self.find_steps(failed))
-            return meeting.result, call.is_first
+            steps = call.gather_object(
+                "looking for steps", None, lambda _: self.find_steps(failed), must_agree=common
+            )
+            return steps, call.is_first
 
     def bring(self, tried: set[int]) -> Brought:
         """Bring the newest step of the store that was not tried yet. Collective.
@@ -632,7 +632,7 @@ class CheckpointHandler:
             return Brought(None, [])
         bring = functools.partial(uploads.bring_newest, place, self.default_local_dir, tried)
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
-            return together.waited_for(call, Topic("bringing a step from the store"), bring)
+            return together.waited_for(call, "bringing a step from the store", bring)
 
     def load_step(self, path: Path, is_ours: bool) -> None:
         """Load a step. Collective.

@@ -46,7 +46,7 @@ from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import saving
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
-from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, at_first, is_first, warn_on_first
+from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, is_first, warn_on_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -332,7 +332,7 @@ class BaseCheckpointManager:
             path = together.located(call, folder, common, is_brought=hdfs_path is not None)
             if path is not None and hdfs_path is not None:
                 bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
-                brought = together.waited_for(call, Topic("bringing it from the store"), bring)
+                brought = together.waited_for(call, "bringing it from the store", bring)
         if path is not None:
             with together.reading(path, is_verified=False, group=self.process_group):
                 self.read(path)
@@ -635,11 +635,10 @@ class ShardedManager(BaseCheckpointManager):
         # Most errors are the same on every rank; what only a rank has must not leave the others in a save.
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             own = "" if failure is None else spelled(failure)
-            with at_first(call, Topic("writing hf_model"), own) as meeting:
-                if meeting.decides:
-                    # Of the first rank that has any.
-                    meeting.answer(next((text for text in meeting.heard.values() if text), ""))
-        text = meeting.result
+            # Of the first rank that has any.
+            text = call.gather_object(
+                "writing hf_model", own, lambda texts: next((text for text in texts.values() if text), "")
+            )
         if not text:
             return
         if not self.has_model:
@@ -733,12 +732,13 @@ class ShardedManager(BaseCheckpointManager):
             names: the keys of the entries.
         """
         same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-        with at_first(call, Topic("reading what was saved"), common=same) as meeting:
-            if meeting.decides:
-                state = load_common_state_dict(path, trust=self.trust)
-                self.check_contents(path, state)
-                meeting.answer({name: state[name] for name in names if name in state})
-        return meeting.result  # type: ignore[no-any-return]
+
+        def checked_entries(_: Mapping[int, None]) -> Mapping[str, Any]:
+            state = load_common_state_dict(path, trust=self.trust)
+            self.check_contents(path, state)
+            return {name: state[name] for name in names if name in state}
+
+        return call.gather_object("reading what was saved", None, checked_entries, must_agree=same)
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lacks a content to load.

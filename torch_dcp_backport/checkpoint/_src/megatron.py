@@ -46,7 +46,7 @@ from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
-from torch_dcp_backport.transfer import Group, Topic, at_first
+from torch_dcp_backport.transfer import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -172,9 +172,12 @@ class MegatronCheckpointManager(ShardedManager):
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             with call.guard():
                 state = self.generate_state_dict(self.checkpoint_save_contents)
-            with at_first(call, Topic("writing the configuration"), common=self.save_settings()) as meeting:
-                if meeting.decides:
-                    self.write_configuration(folder / HUGGING_FACE)
+            call.gather_object(
+                "writing the configuration",
+                None,
+                lambda _: self.write_configuration(folder / HUGGING_FACE),
+                must_agree=self.save_settings(),
+            )
             if NAMED in state.get("optimizer", {}):
                 state["optimizer"][NAMED] = groups_together(call, state["optimizer"][NAMED])
         with self.saving_state(folder / SHARDED, step) as parts:

@@ -50,10 +50,7 @@ from torch_dcp_backport.transfer import (
     Meter,
     Problem,
     Refusal,
-    Topic,
-    at_first,
     fail,
-    meet,
     settings,
     spell,
     warn_once,
@@ -291,8 +288,8 @@ class NearbyCheckpoints:
             place = self._here.place_of(position(call), choice.save) / SHARDED
             with OpenFiles(place) as files:
                 loading = call.attempt(self._opened, call, files, state)
-                topic = Topic("comparing the state with what was saved", f"nothing was changed; {ELSEWHERE}")
-                meet(call, topic)
+                so_far = f"nothing was changed; {ELSEWHERE}"
+                call.barrier("comparing the state with what was saved", so_far=so_far)
                 loaded = loading.value.read()
         copied_from = choice.away.get(position(call), "")
         return NearbyStep(choice.step, restored_of(state, loaded), copied_from)
@@ -308,10 +305,12 @@ class NearbyCheckpoints:
         if self.ranks_per_node is not None:
             name = f"node {own // self.ranks_per_node}"
         common = {"ranks_per_node": str(self.ranks_per_node), **self._settings()}
-        with at_first(call, Topic("looking at the nodes"), (name, str(self.folder)), common) as meeting:
-            if meeting.decides:
-                meeting.answer(nodes_of(list(meeting.heard.values())))
-        nodes: Mapping[str, Sequence[int]] = meeting.result
+        nodes: Mapping[str, Sequence[int]] = call.gather_object(
+            "looking at the nodes",
+            (name, str(self.folder)),
+            lambda said: nodes_of(list(said.values())),
+            must_agree=common,
+        )
         self._is_configured = True
         if len(nodes) == 1 and call.is_first and self.replicas:
             warn_once(
@@ -326,12 +325,12 @@ class NearbyCheckpoints:
             if is_leader:
                 # A folder that is another run's is not touched, nor is any other node's then.
                 self._here.contents()
-        meet(call, Topic("looking into the folders", "nothing was changed"))
+        call.barrier("looking into the folders")
         # Ranks that see a folder of another node's would keep both copies of a part on one disk.
         with call.guard(str(self.folder)):
             if is_leader:
                 self._here.sign(name, token)
-        tokens = meet(call, Topic("signing the folders"), (name, token) if is_leader else None)
+        tokens = call.all_gather_object("signing the folders", (name, token) if is_leader else None)
         leader = call.ranks[nodes[name][0]]
         others = {said[1]: said[0] for said in tokens.values() if said is not None and said[0] != name}
         with call.guard(str(self.folder)):
@@ -341,7 +340,7 @@ class NearbyCheckpoints:
             if not self._here.signed_by([tokens[leader][1]]):
                 what = f"not the folder that rank {leader} of the same node, {name}, has under this name"
                 call.problems.append(Problem(what, str(self.folder)))
-        meet(call, Topic("comparing the folders"))
+        call.barrier("comparing the folders")
         self._nodes = nodes
 
     def _settings(self) -> dict[str, str]:
@@ -373,12 +372,12 @@ class NearbyCheckpoints:
         self._give_up(leading)
         order = call.attempt(lambda: 1 if leading is None else leading.contents().next_order)
         numbers = call.attempt(lambda known, next_order: (known[1], next_order), asked, order)
-        with at_first(call, Topic("beginning to save"), numbers, common) as meeting:
-            if meeting.decides:
-                budgets, orders = zip(*meeting.heard.values())
-                save = f"step_{asked.value[0]}.{secrets.token_hex(4)}"
-                meeting.answer((save, max(orders), min(budgets)))
-        save, newest, budget = meeting.result
+
+        def named_save(numbers_by_rank: Mapping[int, tuple[int, int]]) -> tuple[str, int, int]:
+            budgets, orders = zip(*numbers_by_rank.values())
+            return f"step_{asked.value[0]}.{secrets.token_hex(4)}", max(orders), min(budgets)
+
+        save, newest, budget = call.gather_object("beginning to save", numbers, named_save, must_agree=common)
         so_far = f"step {step} was not saved nearby; the steps before are as they were"
         place = self._here.place_of(own, save)
         content = Manifest(asked.value[0], len(call.ranks), time.time(), newest, {})
@@ -388,11 +387,11 @@ class NearbyCheckpoints:
                 stack.enter_context(discarding(written.value[0]))
             # Where the disks have no room beside an incomplete save, none after it could be written.
             self._given_up = {self._incomplete} - {""}
-            meet(call, Topic("writing", so_far))
+            call.barrier("writing", so_far=so_far)
             self._given_up = {save}
             with call.guard(place.name):
                 store.publish(*written.value)
-            meet(call, Topic("publishing", so_far))
+            call.barrier("publishing", so_far=so_far)
         # Whole or not, the save before it is no longer the newest at home.
         self._given_up = {self._incomplete} - {""}
         self._give_up(leading)
@@ -406,19 +405,20 @@ class NearbyCheckpoints:
                 call.record(call.problem_of(error, save), error)
         so_far = f"step {step} is on the ranks' own nodes alone: not all copies of it are whole"
         held = call.attempt(self._here.saves_of, own)
-        with at_first(
-            call, Topic("copying", so_far), call.attempt(lambda saves: (saves, broken), held)
-        ) as meeting:
-            if meeting.decides:
-                refuse_broken({rank: texts for rank, (_, texts) in meeting.heard.items()})
-                # A save that was killed has parts on some ranks alone: it counts for none of the steps kept.
-                whole = set.intersection(*(set(saves) for saves, _ in meeting.heard.values()))
-                good = [(order, save) for order, save in whole if save not in self._distrusted]
-                kept = sorted(good, reverse=True)[: self.keep]
-                meeting.answer(kept[-1][0] if len(kept) == self.keep else 0)
+
+        def oldest_kept(held_by_rank: Mapping[int, Any]) -> int:
+            refuse_broken({rank: texts for rank, (_, texts) in held_by_rank.items()})
+            # A save that was killed has parts on some ranks alone: it counts for none of the steps kept.
+            whole = set.intersection(*(set(saves) for saves, _ in held_by_rank.values()))
+            good = [(order, save) for order, save in whole if save not in self._distrusted]
+            kept = sorted(good, reverse=True)[: self.keep]
+            return kept[-1][0] if len(kept) == self.keep else 0
+
+        own_saves = call.attempt(lambda saves: (saves, broken), held)
+        oldest = call.gather_object("copying", own_saves, oldest_kept, so_far=so_far)
         self._incomplete = ""
         if leading is not None:
-            told(leading.retire(before=meeting.result))
+            told(leading.retire(before=oldest))
 
     def _give_up(self, leading: Optional[NodeFolder]) -> None:
         """Remove the parts of saves that are to be given up.
@@ -546,13 +546,13 @@ class NearbyCheckpoints:
         leads = self._is_leader(call)
         contents = call.attempt(lambda: self._here.contents() if leads else None)
         common = call.attempt(lambda known: {"newer_than": str(known), **self._settings()}, newer_than)
-        with at_first(call, Topic("looking for steps"), contents, common) as meeting:
-            if meeting.decides:
-                leaders = {node: call.ranks[ranks[0]] for node, ranks in self._nodes.items()}
-                by_node = {node: meeting.heard[rank] for node, rank in leaders.items()}
-                meeting.answer(found_in(by_node, self._nodes, torn))
-        found: Found = meeting.result
-        return found
+
+        def found_on_nodes(contents_by_rank: Mapping[int, Any]) -> Found:
+            leaders = {node: call.ranks[ranks[0]] for node, ranks in self._nodes.items()}
+            by_node = {node: contents_by_rank[rank] for node, rank in leaders.items()}
+            return found_in(by_node, self._nodes, torn)
+
+        return call.gather_object("looking for steps", contents, found_on_nodes, must_agree=common)
 
     def _brought(self, call: Call, newer_than: Optional[int]) -> Optional[Choice]:
         """Return the newest save of which every rank has its whole part at home now.
@@ -601,10 +601,9 @@ class NearbyCheckpoints:
             Copied(holder_of(self._nodes, node, owner), owner, owner) for owner, node in choice.away.items()
         ]
         budget = call.attempt(settings.staging_bytes)
-        with at_first(call, Topic("bringing parts home"), budget) as meeting:
-            if meeting.decides:
-                meeting.answer((secrets.token_hex(4), min(meeting.heard.values())))
-        name, least = meeting.result
+        name, least = call.gather_object(
+            "bringing parts home", budget, lambda budgets: (secrets.token_hex(4), min(budgets.values()))
+        )
         block = block_of(least, wanted)
         for copy, error in self._copy(call, wanted, choice.save, name, block, is_load=True).items():
             if isinstance(error, BrokenLink):
@@ -614,13 +613,14 @@ class NearbyCheckpoints:
                 torn.append((copy.owner, choice.save, choice.away[copy.owner]))
             else:
                 call.record(call.problem_of(error, choice.save), error)
-        with at_first(call, Topic("comparing the parts"), (torn, broken)) as meeting:
-            if meeting.decides:
-                every = [entry for said, _ in meeting.heard.values() for entry in said]
-                if not every:
-                    refuse_broken({rank: texts for rank, (_, texts) in meeting.heard.items()})
-                meeting.answer(sorted(set(every)))
-        return meeting.result  # type: ignore[no-any-return]
+
+        def torn_anywhere(said_by_rank: Mapping[int, tuple[list[Torn], list[str]]]) -> list[Torn]:
+            every = [entry for said, _ in said_by_rank.values() for entry in said]
+            if not every:
+                refuse_broken({rank: texts for rank, (_, texts) in said_by_rank.items()})
+            return sorted(set(every))
+
+        return call.gather_object("comparing the parts", (torn, broken), torn_anywhere)
 
     def _opened(self, call: Call, files: OpenFiles, state: Mapping[str, Any]) -> Loading:
         """Compare this rank's part with a state; the problems are the call's."""

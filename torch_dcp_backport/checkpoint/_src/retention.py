@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -21,7 +21,7 @@ from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import NOT_LOADED, ListedStep, Shelf
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import Group, Topic, at_first
+from torch_dcp_backport.transfer import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -214,19 +214,22 @@ class Retention:
             CheckpointingException: steps are not removed by then; the same on every rank.
         """
         waiting = together.Waiting(timeout)
+
+        def is_removed(_: Mapping[int, None]) -> bool:
+            is_done = self.finish(waiting.seconds())
+            if not is_done and waiting.is_over:
+                dropped = self._background.give_up()
+                text = f"not removed within {timeout:g} s: {self._doing}"
+                more = f", and {dropped} more" if dropped else ""
+                raise CheckpointingException(f"{text}{more}; the next start's first save goes on")
+            return is_done
+
         with begin(CANNOT_REMOVE, "save", group) as call:
             is_settled = False
             while not is_settled:
-                with at_first(call, Topic("removing steps", "all steps are saved")) as meeting:
-                    if meeting.decides:
-                        is_removed = self.finish(waiting.seconds())
-                        if not is_removed and waiting.is_over:
-                            dropped = self._background.give_up()
-                            text = f"not removed within {timeout:g} s: {self._doing}"
-                            more = f", and {dropped} more" if dropped else ""
-                            raise CheckpointingException(f"{text}{more}; the next start's first save goes on")
-                        meeting.answer(is_removed)
-                is_settled = meeting.result
+                is_settled = call.gather_object(
+                    "removing steps", None, is_removed, so_far="all steps are saved"
+                )
 
 
 def why_distrusted(folder: Path) -> str:

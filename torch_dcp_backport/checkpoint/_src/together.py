@@ -6,6 +6,7 @@ Collective. Every rank hears of any rank's failure; ranks but the first must nev
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -36,9 +37,6 @@ from torch_dcp_backport.transfer import (
     Group,
     Meter,
     Problem,
-    Topic,
-    at_first,
-    meet,
     saying,
     settings,
 )
@@ -173,10 +171,14 @@ class Waiting:
         return self._end is not None and time.monotonic() >= self._end
 
 
-def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common = NOTHING) -> T:
+def waited_for(call: Call, doing: str, make: Callable[[], T], common: Common = NOTHING) -> T:
     """Return what the first rank makes, which may take longer than the group's timeout: till then ranks meet.
 
-    `make` runs in a thread of the first rank.
+    Args:
+        call: the ranks that wait.
+        doing: the step under way, for errors.
+        make: runs in a thread of the first rank.
+        common: what must be the same on every rank.
 
     Raises:
         CheckpointingException: it failed, a rank has a problem or is gone, or another value in `common`; the
@@ -184,19 +186,20 @@ def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common =
     """
     made: Optional[Future[T]] = None
     with contextlib.ExitStack() as stack:
+
+        def result_by_now(_: Mapping[int, None]) -> Optional[tuple[T]]:
+            nonlocal made
+            if made is None:
+                pool = ThreadPoolExecutor(1)
+                # If another rank is gone, this rank must not wait for a result that no rank needs.
+                stack.callback(pool.shutdown, wait=False)
+                made = pool.submit(make)
+            return (made.result(),) if made in wait([made], PATIENCE).done else None
+
         while True:
-            with at_first(call, topic, common=common) as meeting:
-                if meeting.decides:
-                    if made is None:
-                        pool = ThreadPoolExecutor(1)
-                        # If another rank is gone, this rank must not wait for a result that no rank needs.
-                        stack.callback(pool.shutdown, wait=False)
-                        made = pool.submit(make)
-                    if made in wait([made], PATIENCE).done:
-                        meeting.answer((made.result(),))
-            if meeting.result is not None:
-                result: T = meeting.result[0]
-                return result
+            result = call.gather_object(doing, None, result_by_now, must_agree=common)
+            if result is not None:
+                return result[0]
 
 
 class SaveArguments(NamedTuple):
@@ -244,27 +247,30 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
         asked = wanted.value
         same.set({"folder": str(asked.final), "step": str(asked.step), **asked.common})
     draft: Optional[store.StepDraft] = None
-    with at_first(call, Topic("making a folder"), common=same) as meeting:
-        if meeting.decides:
-            outlook, name = outlook_of(asked.final, asked.step, asked.shelf), ""
-            try:
-                if asked.shelf is not None:
-                    asked.shelf.clean_once()
-                draft = store.StepDraft(asked.final)
-                name = str(draft.folder)
-            except OSError as error:
-                # Raised in the next meeting, which knows the outlook on every rank.
-                call.record(call.problem_of(error), error)
-            meeting.answer((name, outlook))
-    name, outlook = meeting.result
+
+    def begin_draft(_: Mapping[int, None]) -> tuple[str, str]:
+        nonlocal draft
+        outlook = outlook_of(asked.final, asked.step, asked.shelf)
+        try:
+            if asked.shelf is not None:
+                asked.shelf.clean_once()
+            draft = store.StepDraft(asked.final)
+        except OSError as error:
+            # Raised in the next agreement, which knows the outlook on every rank.
+            call.record(call.problem_of(error), error)
+            return "", outlook
+        return str(draft.folder), outlook
+
+    name, outlook = call.gather_object("making a folder", None, begin_draft, must_agree=same)
     if not name:
-        meet(call, Topic("making the draft", outlook))
+        call.barrier("making the draft", so_far=outlook)
     begun = Begun(asked, draft, Writing(Path(name), outlook, asked.torch_metadata))
     group = call.group if call.groups else None
     with discarding(draft), saying(outlook), naming_loss(draft, group):
         with call.guard(), begun.writing.is_open():
             yield begun
-        meet(call, Topic("writing"), common={"saves in the background": str(len(begun.writing.requests))})
+        begun_parts = {"saves in the background": str(len(begun.writing.requests))}
+        call.barrier("writing", must_agree=begun_parts)
 
 
 @contextlib.contextmanager
@@ -289,7 +295,7 @@ def naming_loss(draft: Optional[store.StepDraft], group: Group) -> Iterator[None
             with call.guard():
                 if draft is not None:
                     draft.check()
-            meet(call, Topic("looking for the draft"))
+            call.barrier("looking for the draft")
         raise
 
 
@@ -331,24 +337,28 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
         if begun.writing.requests:
             call.problems += map(call.problem_of, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
-            meet(call, Topic("writing in the background", so_far))
+            call.barrier("writing in the background", so_far=so_far)
             with call.guard():
                 for request in begun.writing.requests:
                     for finalize in request.finalize_fns:
                         finalize()
         with call.guard() as noted:
             noted.set(begun.writing.noted())
-        with at_first(call, Topic("publishing", so_far, unheard), noted) as meeting:
-            if meeting.decides:
-                # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
-                names = unknown_in(folder, meeting.heard, call.rank)
-                if any(names[rank] for rank in names if rank != call.rank):
-                    meeting.answer_each({rank: FolderWork(False, names[rank]) for rank in names})
-                else:
-                    read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
-                    publish(begun, then, meeting.heard, read)
-                    meeting.answer(FolderWork(True))
-        work: FolderWork = meeting.result
+
+        def publish_or_share(
+            noted_by_rank: Mapping[int, Mapping[str, ManifestEntry]],
+        ) -> dict[int, FolderWork]:
+            # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
+            names = unknown_in(folder, noted_by_rank, call.rank)
+            if any(names[rank] for rank in names if rank != call.rank):
+                return {rank: FolderWork(False, names[rank]) for rank in names}
+            read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
+            publish(begun, then, noted_by_rank, read)
+            return dict.fromkeys(noted_by_rank, FolderWork(True))
+
+        work: FolderWork = call.scatter_object(
+            "publishing", noted, publish_or_share, so_far=so_far, unheard=unheard
+        )
         if work.is_published:
             return
         own = noted.value
@@ -356,9 +366,13 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
             for name in work.names:
                 own[name] = manifest.entry_of(folder / name)
                 disk.sync_file(folder / name)
-        with at_first(call, Topic("publishing what was read", so_far, unheard), own) as meeting:
-            if meeting.decides:
-                publish(begun, then, meeting.heard)
+        call.gather_object(
+            "publishing what was read",
+            own,
+            functools.partial(publish, begun, then),
+            so_far=so_far,
+            unheard=unheard,
+        )
 
 
 def unknown_in(
@@ -411,14 +425,16 @@ def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brou
     """
     with call.guard() as same:
         same.set({"folder": str(folder.value), **common})
-    with at_first(call, Topic("looking"), common=same) as meeting:
-        if meeting.decides:
-            path = folder.value
-            place = None if path is None else store.located(path)
-            if place is not None and is_brought and store.fault_by_sizes(place):
-                place = path
-            meeting.answer(None if place is None else str(place))
-    return None if meeting.result is None else Path(meeting.result)
+
+    def place_of(_: Mapping[int, None]) -> Optional[str]:
+        path = folder.value
+        place = None if path is None else store.located(path)
+        if place is not None and is_brought and store.fault_by_sizes(place):
+            place = path
+        return None if place is None else str(place)
+
+    place = call.gather_object("looking", None, place_of, must_agree=same)
+    return None if place is None else Path(place)
 
 
 @contextlib.contextmanager
@@ -439,14 +455,12 @@ def reading(folder: Path, *, is_verified: bool, group: Group = None) -> Iterator
                     wrong = manifest.wrong_checksums(folder, content, [name])
                     call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
                     meter.add(content.files[name].nbytes)
-            meet(call, Topic("verifying the files"))
+            call.barrier("verifying the files")
         else:
-            with at_first(call, Topic("looking at the files")) as meeting:
-                if meeting.decides:
-                    check_sizes(folder)
+            call.gather_object("looking at the files", None, lambda _: check_sizes(folder))
         with call.guard():
             yield
-        meet(call, Topic("loading", "values may have been loaded in part"))
+        call.barrier("loading", so_far="values may have been loaded in part")
 
 
 def check_sizes(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -16,7 +17,7 @@ from torch_dcp_backport.checkpoint._src.remote import Failed, RemoteFolder
 from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import Identity
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.transfer import Call, Topic, at_first
+from torch_dcp_backport.transfer import Call
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -171,15 +172,16 @@ def settle(call: Call, uploads: Uploads, is_blocking: bool, timeout: Optional[fl
         CheckpointingException: an upload failed, or is not done by then; the same on every rank.
     """
     waiting = together.Waiting(timeout)
+
+    def is_done(_: Mapping[int, None]) -> bool:
+        is_settled = uploads.wait(waiting.seconds() if is_blocking else 0.0)
+        if is_blocking and not is_settled and waiting.is_over:
+            uploads.give_up(timeout or 0.0)
+            is_settled = True
+        uploads.raise_failed()
+        return is_settled
+
     while True:
-        with at_first(call, Topic("waiting for uploads")) as meeting:
-            if meeting.decides:
-                is_settled = uploads.wait(waiting.seconds() if is_blocking else 0.0)
-                if is_blocking and not is_settled and waiting.is_over:
-                    uploads.give_up(timeout or 0.0)
-                    is_settled = True
-                uploads.raise_failed()
-                meeting.answer(is_settled)
-        is_settled = bool(meeting.result)
+        is_settled = call.gather_object("waiting for uploads", None, is_done)
         if is_settled or not is_blocking:
             return is_settled

@@ -33,7 +33,7 @@ from torch_dcp_backport.dist_checkpointing import (
     values_of,
 )
 from torch_dcp_backport.dist_checkpointing.serialization import loading, saving
-from torch_dcp_backport.transfer import Call, Group, Problem, Topic, as_bytes, at_first, groups_of, meet
+from torch_dcp_backport.transfer import Call, Group, Problem, as_bytes, groups_of
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -178,23 +178,15 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     rank, world = place_in(group)
     with begin(CANNOT_SAVE, "save", group) as call:
         # Before any code of the objects, which may be collective: a rank that failed does not come there.
-        meet(call, Topic("comparing the names of the user's state"), common=names_of(objects))
+        call.barrier("comparing the names of the user's state", must_agree=names_of(objects))
         if not objects:
             return
         states = call.attempt(states_of, objects)
         with call.guard() as own, values.naming_too_deep({"state": states.value}):
             own.set({name: marks_of(name, state, group) for name, state in states.value.items()})
-        with at_first(call, Topic("comparing the user's state"), own) as meeting:
-            if meeting.decides:
-                every = list(meeting.heard.values())
-                kinds = {}
-                for name in every[0]:
-                    is_same = all(own[name].digest == every[0][name].digest for own in every)
-                    is_differing = differ([own[name].shards for own in every])
-                    kinds[name] = is_same and not is_differing, is_differing
-                meeting.answer(kinds)
-        is_alike = {name: alike for name, (alike, _) in meeting.result.items()}
-        is_of_mesh = {name: differs for name, (_, differs) in meeting.result.items()}
+        kinds = call.gather_object("comparing the user's state", own, kinds_of)
+        is_alike = {name: alike for name, (alike, _) in kinds.items()}
+        is_of_mesh = {name: differs for name, (_, differs) in kinds.items()}
     writing = writing_in(draft)
     path = draft / USER_STATE
     options = SaveOptions(
@@ -295,6 +287,17 @@ def differ(shards_by_rank: Iterable[Mapping[tuple[Any, ...], int]]) -> bool:
 # --- Loading ---
 
 
+def kinds_of(marks_by_rank: Mapping[int, Mapping[str, Marks]]) -> dict[str, tuple[bool, bool]]:
+    """Return for each name whether all ranks have the same state, and whether copies in it differ."""
+    every = list(marks_by_rank.values())
+    kinds = {}
+    for name in every[0]:
+        is_same = all(own[name].digest == every[0][name].digest for own in every)
+        is_differing = differ([own[name].shards for own in every])
+        kinds[name] = is_same and not is_differing, is_differing
+    return kinds
+
+
 class Saved(NamedTuple):
     """What a step has of the objects, once it is known to fit them."""
 
@@ -326,11 +329,11 @@ def opened(objects: Mapping[str, Any], step: Path, group: Group, left_out: Seque
     """
     folder = step / USER_STATE
     with begin(CANNOT_LOAD, "load", group) as call:
-        with at_first(call, Topic("reading the names of the user's state")) as meeting:
-            if meeting.decides:
-                is_there = folder.is_dir()
-                meeting.answer(dict(load_common_state_dict(folder)[WORLDS]) if is_there else {})
-        worlds: dict[str, int] = meeting.result
+
+        def saved_worlds(_: Mapping[int, None]) -> dict[str, int]:
+            return dict(load_common_state_dict(folder)[WORLDS]) if folder.is_dir() else {}
+
+        worlds = call.gather_object("reading the names of the user's state", None, saved_worlds)
     wanted = {name: value for name, value in objects.items() if name not in left_out}
     with begin_users(group) as call:
         _, world = place_in(group)
@@ -344,10 +347,10 @@ def opened(objects: Mapping[str, Any], step: Path, group: Group, left_out: Seque
                 what = "saved with states that differ between ranks, and loaded by another number of ranks"
                 call.problems.append(Problem(what, f"state[{name!r}]", f"{world} ranks", f"{saved_by} ranks"))
         # As in a save.
-        meet(call, Topic("comparing the names of the user's state"), common=names_of(wanted))
+        call.barrier("comparing the names of the user's state", must_agree=names_of(wanted))
         states = call.attempt(states_of, wanted)
         if wanted:
-            meet(call, Topic("comparing the user's state"))
+            call.barrier("comparing the user's state")
     surplus = sorted(set(worlds) - set(wanted))
     if surplus:
         logger.warning(
@@ -396,12 +399,12 @@ def load(saved: Saved, trust: bool, group: Group) -> None:
         load.ask(asked)
     with begin_users(group) as call:
         call.problems += misfits
-        meet(call, Topic("placing the user's state"))
+        call.barrier("placing the user's state")
         for name in sorted(saved.objects):
             # One that fails keeps no rank from the others.
             with call.guard(), torch.no_grad():
                 saved.objects[name].load_state_dict(with_values(rests[name], targets[name]))
-        meet(call, Topic("loading the user's state", "values may have been loaded in part"))
+        call.barrier("loading the user's state", so_far="values may have been loaded in part")
 
 
 def misfit_of(key: str, now: Any, shape: tuple[int, ...], was_sharded: bool) -> Optional[Problem]:

@@ -27,13 +27,10 @@ from torch_dcp_backport.checkpoint._src.store import checked_step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, digest_of, values, values_of
 from torch_dcp_backport.transfer import (
     Group,
-    Topic,
     TransferError,
     as_bytes,
     group_ranks,
     groups_of,
-    meet,
-    meet_numbers,
 )
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -203,7 +200,7 @@ class Watch:
                 if policy is not None and policy.on_exception:
                     for optimizer in listed(handler.engine.optimizer):
                         stack.callback(optimizer.register_step_pre_hook(self._begin_step).remove)
-            meet(call, Topic("comparing the policies"), common={"save_policy": str(handler.save_policy)})
+            call.barrier("comparing the policies", must_agree={"save_policy": str(handler.save_policy)})
             self._stack = stack.pop_all()
             _watches[call.ranks] += 1
             digest = zlib.crc32(json.dumps(call.ranks).encode())
@@ -276,10 +273,10 @@ class Watch:
                 for chunk in listed(handler.engine.model):
                     # FSDP2 has whole parameters in the middle of a pass.
                     compat.abandon_pass(chunk)
-            touched = meet(call, Topic("asking for what began"), mark.touched, common)
+            touched = call.all_gather_object("asking for what began", mark.touched, must_agree=common)
             refuse_changed(touched)
             changed = call.attempt(mark.changed, handler)
-            refuse_changed(meet(call, Topic("comparing the state with that of the step"), changed))
+            refuse_changed(call.all_gather_object("comparing the state with that of the step", changed))
 
 
 def refuse_changed(texts_by_rank: Mapping[int, str]) -> None:
@@ -373,15 +370,15 @@ def ask(
     with begin(CANNOT_ASK, "save", handler.process_group) as call:
         own = call.attempt(numbers)
         if call.groups:
-            rows = list(meet_numbers(call, own, 4).values())
+            rows = list(call.all_gather_numbers(own, 4).values())
         else:
-            meet(call, Topic("asking whether to save"))
+            call.barrier("asking whether to save")
             rows = [list(own.value)]
         if any(row[:2] != rows[0][:2] for row in rows):
             common = {"save_policy": str(policy), "step": str(step), **names}
-            meet(call, Topic("asking whether to save"), common=common)
+            call.barrier("asking whether to save", must_agree=common)
         if handler.state and policy is not None and policy.on_exception:
-            meet_numbers(call, call.attempt(remember), 0)
+            call.all_gather_numbers(call.attempt(remember), 0)
     is_stopping = any(row[3] for row in rows)
     return Due(bool(rows[0][2]) or is_stopping, is_stopping)
 
