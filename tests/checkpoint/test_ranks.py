@@ -17,6 +17,7 @@ from trainer import Trainer, same
 from torch_dcp_backport.checkpoint import CheckpointHandler, SaveSignals
 from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.transfer._src.object_collectives import ObjectCollective
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -351,3 +352,49 @@ def reads(api: Any, root: Path) -> list[str]:
 def test_each_rank_reads_what_it_wrote(ranks, tmp_path: Path) -> None:
     """One that reads all lets the others wait, for longer than their group's timeout."""
     assert ranks(reads, tmp_path, world=2) == [[f"model_world_size_2_rank_{rank}.pt"] for rank in (0, 1)]
+
+
+def agreements(api: Any, root: Path) -> list[list[str]]:
+    """The agreements of a handler's first and second save, of two in the background, and of a load."""
+    native, lists = ObjectCollective.gather, list[list[str]]()
+
+    def recorded(self: ObjectCollective, *args: Any) -> Any:
+        lists[-1].append(self.doing)
+        return native(self, *args)
+
+    trainer = Trainer(root, sharded())
+    trainer.train(1)
+    later = Trainer(root / "later", sharded(), config={"async_save": True})
+    later.train(1)
+    calls = (
+        lambda: trainer.handler.save_checkpoint(1),
+        lambda: trainer.handler.save_checkpoint(2),
+        lambda: (later.handler.save_checkpoint(1), later.handler.publish_last()),
+        lambda: (later.handler.save_checkpoint(2), later.handler.publish_last()),
+        trainer.handler.load_checkpoint,
+    )
+    ObjectCollective.gather = recorded  # type: ignore[method-assign]
+    try:
+        for call in calls:
+            lists.append([])
+            call()
+    finally:
+        ObjectCollective.gather = native  # type: ignore[method-assign]
+    return lists
+
+
+def test_how_often_the_ranks_meet(ranks, tmp_path: Path) -> None:
+    """What each agreement protects is in docs/internals.md."""
+    first, second, begun, later, load = ranks(agreements, tmp_path, world=2)[0]
+    save = [
+        "making a folder",
+        "writing the configuration",
+        "comparing plans",
+        "removing the old marker",
+        "committing",
+        "writing",
+    ]
+    # In a process's first save of some state also the handler's options, and who writes what.
+    assert sorted(first) == sorted([*save, "comparing options", "planning"])
+    assert second == save
+    assert [len(begun), len(later), len(load)] == [12, 11, 15], (begun, later, load)

@@ -253,18 +253,33 @@ def united(call: Call, made: Attempt[dict[str, Any]]) -> dict[str, Any]:
         plain.set(plain_of(made.value))
     if are_alike(call, plain, COMPARING):
         return made.value
-    with at_first(call, TOGETHER, plain) as meeting:
-        if meeting.decides:
-            result: dict[str, Any] = {}
-            for rank in sorted(meeting.heard):
-                result = filled(result, meeting.heard[rank])
-            if OPTIMIZER in result:
-                groups = {rank: own[OPTIMIZER].get(GROUPS, []) for rank, own in meeting.heard.items()}
-                result[OPTIMIZER][GROUPS] = param_groups.united(groups)
-            meeting.answer(result)
-    together = filled(made.value, meeting.result)
+    return put_together(call, made.value, plain.value)
+
+
+def put_together(call: Call, halves: dict[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the two state dicts with the plain values of all ranks, which differ. Collective.
+
+    Args:
+        halves: this rank's state dicts.
+        plain: `plain_of` them.
+
+    Raises:
+        CheckpointingException: ranks have the same parameter with different options.
+    """
+
+    def union(plain_by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for rank in sorted(plain_by_rank):
+            result = filled(result, plain_by_rank[rank])
+        if OPTIMIZER in result:
+            groups = {rank: own[OPTIMIZER].get(GROUPS, []) for rank, own in plain_by_rank.items()}
+            result[OPTIMIZER][GROUPS] = param_groups.united(groups)
+        return result
+
+    everything = call.gather_object(TOGETHER.doing, plain, union)
+    together = filled(halves, everything)
     if OPTIMIZER in together:
-        together[OPTIMIZER] = {**together[OPTIMIZER], GROUPS: meeting.result[OPTIMIZER][GROUPS]}
+        together[OPTIMIZER] = {**together[OPTIMIZER], GROUPS: everything[OPTIMIZER][GROUPS]}
     return together
 
 
@@ -283,18 +298,12 @@ def are_alike(call: Call, value: Attempt[Any], topic: Topic) -> bool:
 
 
 def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequence[param_groups.Group]:
-    """Return the param groups of all ranks, put together by the names of their parameters. Collective.
+    """Return the param groups of all ranks, which differ, by the names of their parameters. Collective.
 
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
     """
-    if are_alike(call, Attempt(list(groups)), COMPARING):
-        return groups
-    with at_first(call, TOGETHER, groups) as meeting:
-        if meeting.decides:
-            meeting.answer(param_groups.united(meeting.heard))
-    together: Sequence[param_groups.Group] = meeting.result
-    return together
+    return call.gather_object(TOGETHER.doing, groups, param_groups.united)
 
 
 def plain_of(halves: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,10 +54,11 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     asked_of,
     described,
     names_of_others,
+    plain_of,
+    put_together,
     restored_from,
     state_of,
     take_states_of_checkpoint,
-    united,
 )
 from torch_dcp_backport.hf import (
     ADAPTER_CONFIG,
@@ -309,15 +310,11 @@ class FSDPCheckpointManager(ShardedManager):
                     halves = as_dtensors(halves, self.model)
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
-            call.gather_object(
-                "writing the configuration",
-                None,
-                lambda _: self.write_configuration(folder / HUGGING_FACE),
-                must_agree=self.save_settings(),
-            )
-            halves = united(call, own)
+            plain = call.attempt(plain_of, own)
+            are_alike, schedule = self.agree_on_save(call, folder, plain, self.should_save_ours)
+            halves = own.value if are_alike else put_together(call, own.value, plain.value)
         if self.should_save_ours:
-            with self.saving_state(folder / SHARDED, step) as parts:
+            with self.saving_state(folder / SHARDED, step, schedule) as parts:
                 parts.update(described(halves, self.process_group))
                 if self.should_save_extra:
                     rank, world = self.place()

@@ -437,8 +437,10 @@ class CheckpointHandler:
             # The policy of today: the program may have another one than when a save in the background began.
             self._retention.retire(self.shelf, self.preservation, self._distrusted, self.trash_dir)
 
+        then = (track, self.upload, retire)
         common = {
             **self.settings,
+            **user_state.names_of(self.state),
             "metric": spelled_metric(metric),
             "max_ckpt_to_keep": str(self.max_ckpt_to_keep),
             "preserve": spelled_policy(self),
@@ -463,9 +465,9 @@ class CheckpointHandler:
                 number = store.checked_step(step)
                 final = (root / store.name_of(number)).absolute()
                 wanted.set(SaveArguments(final, number, self.shelf, common, rating, self.torch_metadata))
-            with together.draft_of(call, wanted) as begun:
+            with together.draft_of(call, wanted, then) as begun:
                 self.write(begun.writing.draft, step)
-        self._saves.publish(begun, (track, self.upload, retire))
+        self._saves.publish(begun, then)
         self.last_saved = step
         return root / store.name_of(step)
 

@@ -39,14 +39,16 @@ from torch_dcp_backport.dist_checkpointing import (
     begin,
     checked_bool,
     checked_seconds,
+    digest_of,
     load_common_state_dict,
     resolved,
+    values,
+    values_of,
 )
-from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import saving
-from torch_dcp_backport.dist_checkpointing.training_state import are_alike
-from torch_dcp_backport.transfer import Call, Group, Topic, TransferError, is_first, warn_on_first
+from torch_dcp_backport.transfer import Attempt, Call, Group, TransferError, is_first, warn_on_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -253,15 +255,18 @@ class BaseCheckpointManager:
                 )
                 number, shelf, torch_metadata = checked_step(step), self._shelf_of(final), self.torch_metadata
                 wanted.set(SaveArguments(final, number, shelf, common, torch_metadata=torch_metadata))
-            with together.draft_of(call, wanted) as begun:
+
+            def upload(final: Path) -> None:
+                if url:
+                    self._uploads.add(final, url=url)
+
+            def retire(final: Path) -> None:
+                # By position: a subclass may have another name for the number.
+                self.ensure_checkpoint_capacity(final, max_ckpt_to_keep)
+
+            with together.draft_of(call, wanted, (upload, retire)) as begun:
                 self.write(begun.writing.draft, step)
-        upload = [] if not url else [functools.partial(self._uploads.add, url=url)]
-
-        def retire(final: Path) -> None:
-            # By position: a subclass may have another name for the number.
-            self.ensure_checkpoint_capacity(final, max_ckpt_to_keep)
-
-        self._saves.publish(begun, (*upload, retire))
+        self._saves.publish(begun, (upload, retire))
         self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
@@ -651,21 +656,48 @@ class ShardedManager(BaseCheckpointManager):
                 text,
             )
 
-    def agree_on_schedule(self) -> ShardedStateDict:
-        """Return the schedule to save: the first rank's, or each rank's own where they differ. Collective.
+    def agree_on_save(
+        self, call: Call, folder: Path, plain: Attempt[Any], saves_schedule: bool = True
+    ) -> tuple[bool, ShardedStateDict]:
+        """Write the configuration, and compare the ranks' parts and schedules, in one agreement. Collective.
 
         The stages of a pipeline may have groups of their own, with other rates.
+
+        Args:
+            call: with the problems of ranks that could not make their part of the save.
+            folder: the folder of the checkpoint.
+            plain: values of this rank that are compared with the other ranks'; or the attempt to make them.
+            saves_schedule: whether the schedule is a part of what is saved.
+
+        Returns:
+            Whether all ranks have the same plain values; and the schedule to save, the first rank's, or each
+            rank's own where they differ.
+
+        Raises:
+            CheckpointingException: ranks differ in a setting, or one has a problem; the same on every rank.
         """
-        if self.lr_scheduler is None or self.schedule_in not in self.checkpoint_save_contents:
-            return {}
-        with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            with call.guard() as state:
-                state.set(resolved(self.lr_scheduler.state_dict(), SCHEDULER))
-            if are_alike(call, state, Topic("comparing the schedules")):
-                return {SCHEDULER: state.value}
+        saves_schedule = saves_schedule and self.schedule_in in self.checkpoint_save_contents
+        scheduler = self.lr_scheduler if saves_schedule else None
+        with call.guard() as schedule:
+            schedule.set(None if scheduler is None else resolved(scheduler.state_dict(), SCHEDULER))
+        with call.guard() as digests:
+            digests.set((digest_alike(plain.value), digest_alike(schedule.value)))
+
+        def configured(digests_by_rank: Mapping[int, tuple[bytes, bytes]]) -> tuple[bool, bool]:
+            self.write_configuration(folder / HUGGING_FACE)
+            parts, schedules = zip(*digests_by_rank.values())
+            return len(set(parts)) == 1, len(set(schedules)) == 1
+
+        are_parts_alike, are_schedules_alike = call.gather_object(
+            "writing the configuration", digests, configured, must_agree=self.save_settings()
+        )
+        if schedule.value is None:
+            return are_parts_alike, {}
+        if are_schedules_alike:
+            return are_parts_alike, {SCHEDULER: schedule.value}
         rank, world = self.place()
-        own = ShardedObject(SCHEDULERS, state.value, (world,), (rank,))
-        return {SCHEDULERS: own, SCHEDULERS_WORLD: world}
+        own = ShardedObject(SCHEDULERS, schedule.value, (world,), (rank,))
+        return are_parts_alike, {SCHEDULERS: own, SCHEDULERS_WORLD: world}
 
     def schedule_wanted(self, common: Mapping[str, Any]) -> ShardedStateDict:
         """Return the parts of a checkpoint that a load asks for to get the schedules: this rank's first.
@@ -698,7 +730,7 @@ class ShardedManager(BaseCheckpointManager):
         return own[0] if own else loaded.get(SCHEDULER)
 
     @contextlib.contextmanager
-    def saving_state(self, path: Path, step: int) -> Iterator[dict[str, Any]]:
+    def saving_state(self, path: Path, step: int, schedule: ShardedStateDict) -> Iterator[dict[str, Any]]:
         """Save the parts that are added in the context, and the schedule. Collective.
 
         What fails in the context is raised on every rank. With `async_save` the save is begun.
@@ -706,8 +738,8 @@ class ShardedManager(BaseCheckpointManager):
         Args:
             path: the folder of the sharded checkpoint.
             step: the step of the training.
+            schedule: of `agree_on_save`.
         """
-        schedule = self.agree_on_schedule()
         writing = writing_in(path)
         options = SaveOptions(
             must_load=not self.trust,
@@ -779,3 +811,9 @@ class ShardedManager(BaseCheckpointManager):
     def place(self) -> tuple[int, int]:
         """Return this rank in the manager's process group, and the number of ranks."""
         return place_in(self.process_group)
+
+
+def digest_alike(value: Any) -> bytes:
+    """Return the same bytes for equal values: nested dicts and lists of others."""
+    with values.naming_too_deep(value):
+        return digest_of(values_of(value))

@@ -170,17 +170,13 @@ class MegatronCheckpointManager(ShardedManager):
 
     def write(self, folder: Path, step: int) -> None:
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            with call.guard():
-                state = self.generate_state_dict(self.checkpoint_save_contents)
-            call.gather_object(
-                "writing the configuration",
-                None,
-                lambda _: self.write_configuration(folder / HUGGING_FACE),
-                must_agree=self.save_settings(),
-            )
-            if NAMED in state.get("optimizer", {}):
-                state["optimizer"][NAMED] = groups_together(call, state["optimizer"][NAMED])
-        with self.saving_state(folder / SHARDED, step) as parts:
+            made = call.attempt(self.generate_state_dict, self.checkpoint_save_contents)
+            groups = call.attempt(lambda state: state.get("optimizer", {}).get(NAMED), made)
+            are_alike, schedule = self.agree_on_save(call, folder, groups)
+            state = made.value
+            if groups.value is not None and not are_alike:
+                state["optimizer"][NAMED] = groups_together(call, groups.value)
+        with self.saving_state(folder / SHARDED, step, schedule) as parts:
             parts.update(state)
         if self.should_save_hf_model:
             target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)

@@ -137,7 +137,7 @@ class Saves:
             logger.log(level, "waited %.1f s for %s, the save before", seconds, before)
 
     def publish(self, begun: Begun, then: Sequence[Callable[[Path], None]]) -> None:
-        """Publish a folder that the ranks have written; of a save in the background once it is.
+        """Publish a folder in the background, once the ranks have written it; others are published already.
 
         Args:
             begun: of `together.draft_of`.
@@ -147,7 +147,6 @@ class Saves:
             CheckpointingException: the same on every rank. Older checkpoints are as they were.
         """
         if not begun.writing.requests:
-            together.finish_folder(begun, then, self.process_group)
             return
         self._final = begun.asked.final
         _unfinished.add(self)

@@ -230,15 +230,18 @@ class Begun:
 
 
 @contextlib.contextmanager
-def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
-    """Make the draft of a folder, and have it written, or begun, in the context. Collective.
+def draft_of(
+    call: Call, wanted: Attempt[SaveArguments], then: Sequence[Callable[[Path], None]] = ()
+) -> Iterator[Begun]:
+    """Make the draft of a folder, have it written, or begun, in the context, and publish it. Collective.
 
     What fails in the context is raised on every rank. Parts that are to be written in the background go to
-    `Writing.requests`.
+    `Writing.requests`; `finish_folder` publishes the folder then.
 
     Args:
         call: with the problems of ranks that could not make their arguments.
         wanted: the arguments of this rank.
+        then: called on the first rank, in order, when the folder has its name; errors are only logged.
 
     Raises:
         CheckpointingException: the same on every rank; nothing is left.
@@ -269,8 +272,7 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
     with discarding(draft), saying(outlook), naming_loss(draft, group):
         with call.guard(), begun.writing.is_open():
             yield begun
-        begun_parts = {"saves in the background": str(len(begun.writing.requests))}
-        call.barrier("writing", must_agree=begun_parts)
+        publish_together(call, "writing", begun, then)
 
 
 @contextlib.contextmanager
@@ -322,7 +324,7 @@ class FolderWork(NamedTuple):
 
 
 def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), group: Group = None) -> None:
-    """Give a folder its name, once every rank has written its part. Collective.
+    """Give a folder its name, once every rank has written its part in the background. Collective.
 
     Args:
         then: called on the first rank, in order, when the folder has its name; errors are only logged.
@@ -330,49 +332,74 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
     Raises:
         CheckpointingException: the same on every rank; older folders are as they were.
     """
-    folder, so_far = begun.writing.draft, begun.writing.outlook
-    unheard = f"list the steps to see whether {begun.asked.final.name} is one"
+    so_far = begun.writing.outlook
     save = begin(CANNOT_SAVE, "save", group)
     with discarding(begun.draft), saying(so_far), naming_loss(begun.draft, group), save as call:
-        if begun.writing.requests:
-            call.problems += map(call.problem_of, begun.writing.failures)
-            # Once all have written: a file may be written by another rank than its name says.
-            call.barrier("writing in the background", so_far=so_far)
-            with call.guard():
-                for request in begun.writing.requests:
-                    for finalize in request.finalize_fns:
-                        finalize()
-        with call.guard() as noted:
-            noted.set(begun.writing.noted())
-
-        def publish_or_share(
-            noted_by_rank: Mapping[int, Mapping[str, ManifestEntry]],
-        ) -> dict[int, FolderWork]:
-            # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
-            names = unknown_in(folder, noted_by_rank, call.rank)
-            if any(names[rank] for rank in names if rank != call.rank):
-                return {rank: FolderWork(False, names[rank]) for rank in names}
-            read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
-            publish(begun, then, noted_by_rank, read)
-            return dict.fromkeys(noted_by_rank, FolderWork(True))
-
-        work: FolderWork = call.scatter_object(
-            "publishing", noted, publish_or_share, so_far=so_far, unheard=unheard
-        )
-        if work.is_published:
-            return
-        own = noted.value
+        call.problems += map(call.problem_of, begun.writing.failures)
+        # Once all have written: a file may be written by another rank than its name says.
+        call.barrier("writing in the background", so_far=so_far)
         with call.guard():
-            for name in work.names:
-                own[name] = manifest.entry_of(folder / name)
-                disk.sync_file(folder / name)
-        call.gather_object(
-            "publishing what was read",
-            own,
-            functools.partial(publish, begun, then),
-            so_far=so_far,
-            unheard=unheard,
-        )
+            for request in begun.writing.requests:
+                for finalize in request.finalize_fns:
+                    finalize()
+        begun.writing.requests.clear()
+        publish_together(call, "publishing", begun, then)
+
+
+def publish_together(
+    call: Call, doing: str, begun: Begun, then: Iterable[Callable[[Path], None]] = ()
+) -> None:
+    """Give a folder its name, once every rank has written; not where parts are left for the background.
+
+    Args:
+        call: with the problems of ranks that could not write.
+        doing: the step that ends here, for errors.
+        begun: the folder.
+        then: as of `draft_of`.
+
+    Raises:
+        CheckpointingException: the same on every rank; older folders are as they were.
+    """
+    folder, so_far = begun.writing.draft, begun.writing.outlook
+    unheard = f"list the steps to see whether {begun.asked.final.name} is one"
+    with call.guard() as noted:
+        noted.set(begun.writing.noted())
+
+    def publish_or_share(
+        noted_by_rank: Mapping[int, Mapping[str, ManifestEntry]],
+    ) -> dict[int, FolderWork]:
+        if begun.writing.requests:
+            return {}
+        # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
+        names = unknown_in(folder, noted_by_rank, call.rank)
+        if any(names[rank] for rank in names if rank != call.rank):
+            return {rank: FolderWork(False, names[rank]) for rank in names}
+        read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
+        publish(begun, then, noted_by_rank, read)
+        return dict.fromkeys(noted_by_rank, FolderWork(True))
+
+    work: Optional[FolderWork] = call.scatter_object(
+        doing,
+        noted,
+        publish_or_share,
+        must_agree={"saves in the background": str(len(begun.writing.requests))},
+        so_far=so_far,
+        unheard=unheard,
+    )
+    if work is None or work.is_published:
+        return
+    own = noted.value
+    with call.guard():
+        for name in work.names:
+            own[name] = manifest.entry_of(folder / name)
+            disk.sync_file(folder / name)
+    call.gather_object(
+        "publishing what was read",
+        own,
+        functools.partial(publish, begun, then),
+        so_far=so_far,
+        unheard=unheard,
+    )
 
 
 def unknown_in(

@@ -167,7 +167,7 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     its own, as of the stages of a pipeline.
 
     Args:
-        objects: name -> object; the same names on every rank.
+        objects: name -> object; the same names on every rank, as the save has compared them.
         draft: the folder of the step, which is being written.
         trust: save objects of any class within states.
         group: the ranks that save together.
@@ -176,11 +176,11 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
         CheckpointingException: an object's code failed, or its state would not load again; on every rank.
     """
     rank, world = place_in(group)
+    if not objects:
+        return
     with begin(CANNOT_SAVE, "save", group) as call:
         # Before any code of the objects, which may be collective: a rank that failed does not come there.
-        call.barrier("comparing the names of the user's state", must_agree=names_of(objects))
-        if not objects:
-            return
+        call.barrier("waiting to save the user's state")
         states = call.attempt(states_of, objects)
         with call.guard() as own, values.naming_too_deep({"state": states.value}):
             own.set({name: marks_of(name, state, group) for name, state in states.value.items()})

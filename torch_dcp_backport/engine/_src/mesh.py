@@ -12,7 +12,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import Call, Group, groups_of, members
+from torch_dcp_backport.transfer import Call, Group, Terms, groups_of, members
 
 TITLE = "cannot arrange the ranks"
 
@@ -196,8 +196,9 @@ def arrange(
         asked["ulysses_sequence_parallel_size"] = str(ulysses_sequence_parallel_size)
         made = meshes_of(dist.group.WORLD)
         is_made = (device_type, sizes) in made
-        made_by_rank = call.all_gather_object("comparing the arrangements", is_made, must_agree=asked)
-    if not all(made_by_rank.values()):
+        terms = Terms(condition=str(is_made), note=is_made, common=asked)
+        tables = call.agree_on_wants(terms=terms).tables
+    if not all(table.note for table in tables):
         made[device_type, sizes] = mesh_of(device_type, sizes)
     mesh, sequence = made[device_type, sizes]
     if sizes.tp == 1:

@@ -194,7 +194,8 @@ class ObjectCollective:
         self.doing = doing
         self.kind = kind or call.kind
         self.so_far = outlook or so_far
-        self.unheard = outlook or unheard or so_far
+        # Where the first rank is gone, what is on the disk is not known: no outlook says it.
+        self.unheard = unheard or outlook or so_far
         self._round: Optional[Round] = None
         #: On the first rank: what it received.
         self._heard: Optional[Gathered] = None
