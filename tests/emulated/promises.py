@@ -214,7 +214,7 @@ PROMISED: Promises = {
     },
     "manager": {
         ALONE: Promise(
-            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 415004, "broadcast": 1015808}
+            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 390920, "broadcast": 983040}
         ),
         BESIDE: Promise((2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 228480, "broadcast": 6}),
     },
@@ -223,7 +223,7 @@ PROMISED: Promises = {
             (1, 1, 1, 1),
             (0, 0, 0, 0),
             (0, 0, 0, 0),
-            {"allgather_base": 69632, "barrier": 32, "broadcast": 229376},
+            {"allgather_base": 42108, "barrier": 32, "broadcast": 229376},
         ),
         BESIDE: Promise((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
     },
@@ -264,7 +264,7 @@ PROMISED: Promises = {
     },
     "rooms_with_a_default_device": {
         ALONE: Promise(
-            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 421068, "broadcast": 1203619}
+            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 396984, "broadcast": 1170851}
         ),
         BESIDE: Promise(
             (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 228480, "broadcast": 23831}
