@@ -76,7 +76,6 @@ from torch_dcp_backport.transfer._src.meet import (
     Topic as Topic,
     at_first as at_first,
     meet as meet,
-    meet_numbers as meet_numbers,
 )
 from torch_dcp_backport.transfer._src.memories import Memories as Memories, Memory as Memory, move as move
 from torch_dcp_backport.transfer._src.memory import (

@@ -6,7 +6,7 @@ For rooms that are not converted yet. Must never do anything of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Union
 
 from torch_dcp_backport.transfer._src.attempt import Attempt
@@ -30,11 +30,6 @@ def meet(
     return call.all_gather_object(
         topic.doing, own, must_agree=common, so_far=topic.so_far, unheard=topic.unheard
     )
-
-
-def meet_numbers(call: Call, own: Attempt[Sequence[float]], count: int) -> dict[int, list[float]]:
-    """Do as `Call.all_gather_numbers`."""
-    return call.all_gather_numbers(own, count)
 
 
 class Meeting:
