@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import re
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +56,7 @@ class ClassFacts(NamedTuple):
     renamed: Mapping[str, str] = NOTHING
     is_quantised: bool = False
     #: Key of a tensor -> the tensors of the files that it is written as, where these are its parts.
-    apart: Mapping[str, Mapping[str, Cutout]] = types.MappingProxyType({})
+    apart: Mapping[str, Mapping[str, Cutout]] = {}
 
 
 def examine(

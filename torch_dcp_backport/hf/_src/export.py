@@ -21,7 +21,7 @@ import torch
 
 from torch_dcp_backport.hf._src.apart import Cutout
 from torch_dcp_backport.hf._src.blocks import Share, Window, windows, within
-from torch_dcp_backport.hf._src.checking import examine
+from torch_dcp_backport.hf._src.checking import ClassFacts, examine
 from torch_dcp_backport.hf._src.companions import CHOSEN, OF_QUANTISED, companions_of, with_dtype
 from torch_dcp_backport.hf._src.files import MODEL_FILES, ExportDraft, FileKind
 from torch_dcp_backport.hf._src.format import NO_SHAPES, is_plain, nbytes_of
@@ -49,8 +49,6 @@ BUFFERS = 2
 #: Keys that a warning names.
 SHOWN = 10
 NOTHING_NEW = "the folder is as it was"
-#: Keys of what the first rank sends the others about an export.
-KEPT, TIED, RENAMED, APART = ("kept",), ("tied",), ("renamed",), ("apart",)
 DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
 
@@ -439,10 +437,9 @@ def examined(
         RuntimeError: they are not the tensors of the class, or the first rank has another problem; on every
             rank. Problems of other ranks are left to the next agreement.
     """
-    facts: Optional[dict[tuple[str], Any]] = None
+    facts = ClassFacts({}, [])
     dtype = target.how.dtype
     if call.is_first:
-        facts = {KEPT: frozenset(), TIED: (), RENAMED: {}, APART: {}}
         with call.guard(CONFIG):
             if target.companions:
                 config = json.loads(target.companions[CONFIG])
@@ -450,19 +447,19 @@ def examined(
                 infos.update((key, infos[key]._replace(shape=size)) for key, size in target.shapes.items())
                 verdict = examine(config, infos, dtype, target.origin, aliases or {}, is_named)
                 call.problems += verdict.problems
-                facts = {KEPT: verdict.kept, TIED: verdict.tied, RENAMED: dict(verdict.renamed)}
-                facts[APART] = {key: dict(parts) for key, parts in verdict.apart.items()}
+                # The first rank alone writes config.json, and its problems travel on their own.
+                facts = verdict._replace(config={}, problems=[])
                 shown = exported({key: rows[:1] for key, rows in held.items()}, target.how, verdict.kept)
                 dtypes = [info.dtype for key, info in shown.items() if key not in verdict.kept]
                 changed = {name: value for name, value in verdict.config.items() if name != CHOSEN}
                 target = with_config(target, config, with_dtype(changed, dtypes))
                 if not verdict.is_quantised:
                     target = without_quantisation(target)
-    published = call.broadcast_object("comparing with the class", facts)
+    facts = call.broadcast_object("comparing with the class", facts)
     tensors: dict[str, TensorInfo] = {}
-    renamed, apart = published[RENAMED], published[APART]
+    renamed, apart = facts.renamed, facts.apart
     with call.guard():
-        tensors = exported(held, target.how, published[KEPT])
+        tensors = exported(held, target.how, facts.kept)
         tensors = {renamed.get(key, key): info for key, info in tensors.items()}
     written: dict[str, TensorInfo] = {}
     for key, info in tensors.items():
@@ -471,7 +468,7 @@ def examined(
         else:
             written[key] = info
     cuts = {name: cut for parts in apart.values() for name, cut in parts.items()}
-    tied = tuple(tuple(renamed.get(key, key) for key in keys) for keys in published[TIED])
+    tied = tuple(tuple(renamed.get(key, key) for key in keys) for keys in facts.tied)
     return Examined(target._replace(is_examined=True), written, tied, renamed, cuts, tensors)
 
 

@@ -62,8 +62,6 @@ from torch_dcp_backport.transfer import (
 SAVE = "cannot save as Hugging Face weights"
 SAVE_ADAPTER = "cannot save the adapter"
 LOAD = "cannot load Hugging Face weights"
-#: Key of the order of all keys, beside entries about some of them.
-ORDER = ("order",)
 
 
 class HeldPart(NamedTuple):
@@ -466,9 +464,8 @@ def agree_on_names(call: Call, held: Mapping[str, HeldPart]) -> tuple[dict[str, 
     """
     own = tied_names(held)
     unknown: dict[str, Optional[str]] = {key: None for key, part in held.items() if not part.local.numel()}
-    names: dict[Any, Any] = {ORDER: tuple(held), **unknown, **own}
-    agreed = call.broadcast_object("comparing names", names)
-    held = {key: held[key] for key in dict.fromkeys((*agreed.pop(ORDER), *held)) if key in held}
+    order, agreed = call.broadcast_object("comparing names", (tuple(held), {**unknown, **own}))
+    held = {key: held[key] for key in dict.fromkeys((*order, *held)) if key in held}
     own = tied_names(held)
     for key, part in held.items():
         if not part.local.numel() or agreed.get(key, "") is None or agreed.get(key) == own.get(key):
