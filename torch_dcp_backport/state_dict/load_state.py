@@ -66,24 +66,11 @@ def load_state(
     of_model, of_optimizers = model_problem(model_dict, info), optim_problem(optim_dict, info)
     if info.full_state_dict and not info.fsdp_modules:
         problems = [problem for problem in (of_model, of_optimizers) if problem]
-        parts: dict[str, tuple[Planner, StateSource]] = {}
-        copies = None
-        if info.handle_model:
-            outline = outline_for_load(model, info, problems)
-            copies = copies_of(outline, model_dict) if not problems else None
-        if info.handle_model and copies is None:
-            source = StateSource(model_dict, metadata=True)
-            planner = ModelPlanner(outline, source, problems, optional=info.broadcast_from_rank0)
-            parts["the model"] = planner, source
-        if copies is not None and not info.handle_optim:
-            return copy_all(TITLE, copies)
-        # Between the check of the optimizers' states and the first write to them.
-        then = (lambda: None) if copies is None else functools.partial(copy_all, TITLE, copies)
-        optimizers = optimizers if info.handle_optim else ()
-        return load_together(model, optimizers, optim_dict, info, problems, parts, then)
+        return load_full_state(model, optimizers, model_dict, optim_dict, info, problems)
+    # FSDP1 and shards: torch's own loading code writes, the optimizers' first. A bad dict of whole tensors is
+    # an error on all ranks.
     if of_model and not info.full_state_dict:
         raise RuntimeError(str(of_model))
-    # FSDP1 and shards: torch's own loading code writes. A bad dict of whole tensors is an error on all ranks.
     if of_optimizers:
         raise RuntimeError(str(of_optimizers))
     prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
@@ -94,6 +81,37 @@ def load_state(
         if prepared:
             compat.add_note(error, "the states of the optimizers were written before")
         raise
+
+
+def load_full_state(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    model_dict: Mapping[str, Any],
+    optim_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    problems: list[Problem],
+) -> _IncompatibleKeys:
+    """Load whole tensors into a model and its optimizers, in one agreement.
+
+    Args:
+        problems: this rank's so far.
+    """
+    parts: dict[str, tuple[Planner, StateSource]] = {}
+    copies = None
+    if info.handle_model:
+        outline = outline_for_load(model, info, problems)
+        copies = copies_of(outline, model_dict) if not problems else None
+        if copies is None:
+            source = StateSource(model_dict, metadata=True)
+            planner = ModelPlanner(outline, source, problems, optional=info.broadcast_from_rank0)
+            parts["the model"] = planner, source
+        elif not info.handle_optim:
+            return copy_all(TITLE, copies)
+    # The copies of a plain model come between the check of the optimizers' states and the first write to
+    # them: what is wrong with the states is found before the model changes.
+    copy = (lambda: None) if copies is None else functools.partial(copy_all, TITLE, copies)
+    optimizers = optimizers if info.handle_optim else ()
+    return load_together(model, optimizers, optim_dict, info, problems, parts, copy)
 
 
 @torch.no_grad()
