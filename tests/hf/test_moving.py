@@ -42,7 +42,7 @@ def packed(api: Any, rows: int, dim: int, kind: str) -> int:
     staging.Staging.pack = pack  # type: ignore[method-assign]
     try:
         with Call("cannot move", "move", [None]) as call:
-            move(call, call.agree(), {"w": Route(held, wanted, torch.float32)}, memories)
+            move(call, call.agree_on_wants(), {"w": Route(held, wanted, torch.float32)}, memories)
     finally:
         staging.Staging.pack = native  # type: ignore[method-assign]
     assert torch.equal(target, part_of(value, whole(size), boxes[rank]).clone())
@@ -57,9 +57,9 @@ def test_in_one_process_too_the_caller_is_told_of_a_failed_copy() -> None:
     told: list[Failure] = []
     with Call("cannot move", "move", ()) as call:
         routes = {"w": Route(held, held, torch.float32)}
-        move(call, call.agree(), routes, Memories(fails, fails, failed=told.append))
+        move(call, call.agree_on_wants(), routes, Memories(fails, fails, failed=told.append))
         with pytest.raises(OSError, match="no memory"):
-            move(call, call.agree(), routes, Memories(fails, fails))
+            move(call, call.agree_on_wants(), routes, Memories(fails, fails))
     assert [(str(error), key) for error, key in told] == [("no memory", "w")]
 
 

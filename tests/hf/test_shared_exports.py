@@ -95,7 +95,7 @@ def in_turns(api: Any, folder: Path) -> tuple[int, list[int]]:
         return write(file, data, offset)
 
     with mock.patch.object(os, "pwrite", watched), Call("cannot save", "collect", groups_of()) as call:
-        hf.export(call, call.agree(), share, target)
+        hf.export(call, call.agree_on_wants(), share, target)
     return wrote, list(WritePlan(share, (0, 1, 2, 3)).rest)
 
 

@@ -155,7 +155,7 @@ def fill_twice(api: Any, by_all: bool) -> str:
     def fill(call: Call) -> int:
         if by_all:
             return int(api.fill_here(call, source, share))
-        return int(api.fill_from_first(call, call.agree(), source if rank == 0 else None, share))
+        return int(api.fill_from_first(call, call.agree_on_wants(), source if rank == 0 else None, share))
 
     with Call("cannot load", "fill") as call, pytest.raises(TransferError) as caught:
         fill(call)
