@@ -13,7 +13,7 @@ from pool import on_ranks
 from test_optimizer import full_optimizer_state, optimizer_of, snapshot
 
 from torch_dcp_backport.transfer import TensorInfo
-from torch_dcp_backport.transfer._src import plan, wire
+from torch_dcp_backport.transfer._src import object_collectives, wire
 
 
 def no_longer_there(state: dict[str, Any]) -> None:
@@ -297,16 +297,16 @@ def spoiled_optimizer(api: Any, spoiler: str, how: str) -> tuple[str, str]:
 def odd_inventory(api: Any, sent: object, most: int) -> tuple[str, str]:
     """What a peer sends is not what it should be."""
     model = build()
-    real, limit = plan.pickled, wire.MOST
+    real, limit = object_collectives._value_or_problems, wire.MOST
     if sent is not None:
-        plan.pickled = lambda *_: pickle.dumps(sent)
+        object_collectives._value_or_problems = lambda *_: pickle.dumps(sent)
     wire.MOST = most or limit
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     mine = full_state() if dist.get_rank() == 0 else {}
     try:
         error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
     finally:
-        plan.pickled, wire.MOST = real, limit
+        object_collectives._value_or_problems, wire.MOST = real, limit
     same_everywhere(error)
     assert not any(param.full_tensor().any() for param in model.parameters())
     return error
