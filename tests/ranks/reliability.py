@@ -15,12 +15,13 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 HEAD = f"""# Reliability
 
-What does every rank see if one rank fails? For this page one of {WORLD} ranks (gloo, CPU) makes each of the mistakes below.
+What does every rank see if one rank fails in a load or a save of a full state dict? For this page one of {WORLD} ranks (gloo,
+CPU) makes each of the mistakes below. What a checkpoint on disk survives: [guarantees](guarantees.md).
 `make reliability` writes the page from `tests/ranks/faults.py`, and
 `python3 tools/lanes.py test 2.6 -- tests/ranks/test_faults.py` tests every line of it.
 
-On every rank that goes on living, the caller's dict, the garbage collector's state and the hooks of modules and optimizers
-are as before. Less than 64 KiB of new tensors stays alive there (a shard has 1 MiB).
+On each rank that survives, the caller's dict, the garbage collector's state and the hooks of modules and optimizers are as
+before. At most 64 KiB of new tensors stay alive there (a shard has 1 MiB).
 
 | call | is |
 |---|---|
@@ -32,14 +33,14 @@ are as before. Less than 64 KiB of new tensors stays alive there (a shard has 1 
 SECTIONS = {
     REFUSED: (
         "Refused",
-        "Every rank raises the same error, which names key and ranks. Nothing was written, and the process group goes on.",
+        "Every rank raises the same error, which names key and ranks. Nothing was written, and the process group can be used again.",
     ),
     LOADED: ("Done all the same", "Every value is right, on every rank."),
     TOLD: (
         "Too late to refuse",
         "The rank with the fault raises its own error. Every other rank raises an error that names this rank and its "
-        "error, and says: do not use what was being loaded. The process group goes on. Ranks ask each other for this only "
-        "if code outside torch takes part.",
+        "error, and says: do not use what was being loaded. The process group can be used again. Ranks agree on this "
+        "only if code outside torch takes part.",
     ),
     BROKEN: (
         "Broken off",

@@ -133,6 +133,17 @@ def test_readme_leads_from_what_a_user_has_to_functions_that_are_there() -> None
     assert shown == set(torch_dcp_backport._ROOMS)
 
 
+def test_unreleased_changes_are_a_line_each_and_begin_with_the_breaking_ones() -> None:
+    """A user who upgrades reads what breaks first; the reasons are in git."""
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("## [Unreleased]\n")[1].split("\n## [")[0]
+    headings = re.findall(r"^### (.*)$", unreleased, re.MULTILINE)
+    assert "Breaking" not in headings[1:]
+    assert set(headings) <= {"Breaking", "Added", "Changed", "Fixed", "Removed"}
+    lines = [line for line in unreleased.splitlines() if line and not line.startswith("### ")]
+    assert [line for line in lines if not line.startswith("- ")] == []
+    assert [line for line in lines if len(line) > 250] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_has_at_most_one_picture(page: Path) -> None:
     assert len(re.findall(r"!\[", prose(page))) <= 1
