@@ -139,9 +139,8 @@ def test_unreleased_changes_are_a_line_each_and_begin_with_the_breaking_ones() -
     headings = re.findall(r"^### (.*)$", unreleased, re.MULTILINE)
     assert "Breaking" not in headings[1:]
     assert set(headings) <= {"Breaking", "Added", "Changed", "Fixed", "Removed"}
-    lines = [line for line in unreleased.splitlines() if line and not line.startswith("### ")]
-    assert [line for line in lines if not line.startswith("- ")] == []
-    assert [line for line in lines if len(line) > 250] == []
+    entries = [flat(entry) for entry in re.split(r"^(?:- |### .*)", unreleased, flags=re.MULTILINE)]
+    assert [entry for entry in entries if len(entry) > 250] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
