@@ -481,8 +481,15 @@ class Call:
         Raises:
             RuntimeError: the first rank has problems; on every rank.
         """
-        received = self.broadcast_object("inventory", dict(inventory or {}))
-        return checked_inventory(received, self.title, self.ranks[0])
+        value = dict(inventory or {})
+        if not self.groups:
+            self.raise_alone()
+            return value
+        with self.tally.phase("inventory"):
+            inventory_of_first: dict[Any, Any] = broadcast_from_call(
+                self, value, lambda received: checked_inventory(received, self.title, self.ranks[0])
+            )
+        return inventory_of_first
 
     def agree_on_wants(
         self,

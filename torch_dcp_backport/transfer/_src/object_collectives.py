@@ -372,8 +372,13 @@ class ObjectCollective:
             raise kind(f"{call.title}: {what}; {self.unheard}") from error
 
 
-def broadcast_from_call(call: Call, value: object) -> Any:
-    """Return the first rank's value, or raise its problems, on every rank of a call with a group."""
+def broadcast_from_call(call: Call, value: object, check: Optional[Callable[[object], object]] = None) -> Any:
+    """Return the first rank's value, or raise its problems, on every rank of a call with a group.
+
+    Args:
+        check: raises where what was received is not such a value. The first rank checks what it sent: else it
+            would go on, and wait for ranks that have the error.
+    """
     source = source_of(call.group)
     is_source = call.rank == source
     received = pickle.loads(
@@ -381,6 +386,8 @@ def broadcast_from_call(call: Call, value: object) -> Any:
     )
     if isinstance(received, Problems):
         raise_together(call.title, [(source, Problem(*problem)) for problem in received])
+    if check is not None:
+        check(received)
     return value if is_source else received
 
 
