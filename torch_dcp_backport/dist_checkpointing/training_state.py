@@ -353,23 +353,30 @@ def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collect
 
     A load leaves it to these; what no rank has is missing.
     """
-    with call.guard() as own:
-        plain = frozenset(_without_tensors(halves.value.get(MODEL, {})))
-        own.set(RankNames(frozenset(_tensor_paths(halves.value, "")), plain, frozenset(frozen)))
-    with call.guard() as names:
-        names.set([sorted(part) for part in own.value])
+    own = call.attempt(names_held, halves, frozen)
+    names = call.attempt(lambda held: [sorted(part) for part in held], own)
     if are_alike(call, names, COMPARING):
         return RankNames()
-    with at_first(call, COMPARING, own) as meeting:
-        if meeting.decides:
-            every = RankNames(*(frozenset().union(*sets) for sets in zip(*meeting.heard.values())))
-            meeting.answer_each(
-                {
-                    rank: RankNames(*(all_of - held for all_of, held in zip(every, names)))
-                    for rank, names in meeting.heard.items()
-                }
-            )
-    others: RankNames = meeting.result
+    return names_lacking(call, own.value)
+
+
+def names_held(halves: Mapping[str, Any], frozen: Collection[str] = ()) -> RankNames:
+    """Return what this rank has: the names in its two state dicts, and those of parameters."""
+    plain = frozenset(_without_tensors(halves.get(MODEL, {})))
+    return RankNames(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
+
+
+def names_lacking(call: Call, held: RankNames) -> RankNames:
+    """Return what other ranks have, and this rank has not, where ranks differ. Collective."""
+
+    def lacking(held_by_rank: Mapping[int, RankNames]) -> dict[int, RankNames]:
+        every = RankNames(*(frozenset().union(*sets) for sets in zip(*held_by_rank.values())))
+        return {
+            rank: RankNames(*(all_of - own for all_of, own in zip(every, names)))
+            for rank, names in held_by_rank.items()
+        }
+
+    others: RankNames = call.scatter_object(COMPARING.doing, held, lacking)
     return others
 
 

@@ -53,7 +53,8 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     RankNames,
     asked_of,
     described,
-    names_of_others,
+    names_held,
+    names_lacking,
     plain_of,
     put_together,
     restored_from,
@@ -461,9 +462,10 @@ class FSDPCheckpointManager(ShardedManager):
                 state = self.halves(self.should_load_model, self.should_load_optimizer)
                 state.pop(FORMS, None)
                 views, frozen = as_dtensors(state, self.model), frozen_names(self.model)
-                own.set(views)
-            common = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD))
-            others = names_of_others(call, own, frozen)
+                own.set(names_held(views, frozen))
+            names = call.attempt(lambda held: [sorted(part) for part in held], own)
+            common, are_alike = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD), names)
+            others = RankNames() if are_alike else names_lacking(call, own.value)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         frozen |= others.frozen

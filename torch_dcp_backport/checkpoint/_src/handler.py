@@ -552,7 +552,7 @@ class CheckpointHandler:
         self.last_saved = None
         if isinstance(self.engine, BaseCheckpointManager):
             # A failed save of the engine itself is no fault of any step.
-            self.engine.finish()
+            self.engine.finish_saves()
         failures: dict[str, str] = {}
         absent, tried = list[str](), set[int]()
         while True:
@@ -613,6 +613,7 @@ class CheckpointHandler:
                 "resume_mode": self.resume_mode,
                 "resume_from_path": str(self.resume_from_path),
                 "verify": str(self.verify),
+                **user_state.names_of(self.state),
                 **self.settings,
             }
             steps = call.gather_object(
@@ -647,8 +648,10 @@ class CheckpointHandler:
             CheckpointingException: it could not be loaded; the same on every rank.
         """
         is_verified = self.verify and is_ours
-        with together.reading(path, is_verified=is_verified, group=self.process_group):
-            self.read(path)
+        look = functools.partial(user_state.saved_worlds, path)
+        group = self.process_group
+        with together.reading(path, is_verified=is_verified, group=group, look=look) as worlds:
+            self.read(path, worlds)
 
     def find_steps(self, failed: Collection[str] = ()) -> RootSteps:
         """Find the step to try; change nothing. Runs on the first rank.
@@ -683,19 +686,25 @@ class CheckpointHandler:
                 good = entry.step, str(entry.path)
         return RootSteps(good, faults, store.tracked(root), others)
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path, worlds: Optional[Mapping[str, int]] = None) -> None:
         """Load the parts of a step from a folder. Collective.
 
         Args:
             folder: the step's folder, or a copy of it.
+            worlds: of `user_state.saved_worlds`, on every rank; None reads them.
         """
+        if worlds is None:
+            with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
+                worlds = call.gather_object(
+                    "reading the names of the user's state", None, lambda _: user_state.saved_worlds(folder)
+                )
         states = None
         if has_state(self.train_dataloader):
             # Before anything is loaded: an error here must not leave a loaded model.
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
         wanted = self.partial if self.resume_mode == "resume_path" else partial.WHOLE
         names = [name for name in self.state if partial.fits(f"state.{name}", wanted.exclude)]
-        objects = user_state.opened(self.state, folder, self.process_group, names)
+        objects = user_state.opened(self.state, folder, worlds, self.process_group, names)
         others = others_of(wanted)
         if others or wanted.rename:
             self.engine.load_checkpoint(str(folder), exclude=others, rename=wanted.rename)

@@ -283,13 +283,28 @@ class BaseCheckpointManager:
         Raises:
             CheckpointingException: the save or the upload failed; the same on every rank.
         """
+        is_published = self.finish_saves(blocking)
+        if blocking:
+            self._retention.settle(self.process_group, self.save_timeout)
+        return is_published
+
+    def finish_saves(self, blocking: bool = True) -> bool:
+        """Do as `finish`, and do not wait for the removal of older steps. Collective.
+
+        Args:
+            blocking: as of `finish`.
+
+        Returns:
+            As `finish`.
+
+        Raises:
+            CheckpointingException: as of `finish`.
+        """
         is_published = self._saves.finish(blocking)
         if self._is_uploading:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
                 is_settled = uploads.settle(call, self._uploads, blocking, self.save_timeout)
                 is_published = is_settled and is_published
-        if blocking:
-            self._retention.settle(self.process_group, self.save_timeout)
         return is_published
 
     def load_checkpoint(
@@ -339,7 +354,8 @@ class BaseCheckpointManager:
                 bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
                 brought = together.waited_for(call, "bringing it from the store", bring)
         if path is not None:
-            with together.reading(path, is_verified=False, group=self.process_group):
+            is_verified = None if hdfs_path is None else False
+            with together.reading(path, is_verified=is_verified, group=self.process_group):
                 self.read(path)
             if del_local_after_load and brought is not None and self.is_first:
                 uploads.remove_brought(path, brought)
@@ -755,22 +771,30 @@ class ShardedManager(BaseCheckpointManager):
             yield parts
             state.set({**parts, **schedule})
 
-    def agree_on_load(self, call: Call, path: Path, names: Collection[str]) -> Mapping[str, Any]:
-        """Return the named entries that the common state has, once its contents are checked. Collective.
+    def agree_on_load(
+        self, call: Call, path: Path, names: Collection[str], plain: Optional[Attempt[Any]] = None
+    ) -> tuple[Mapping[str, Any], bool]:
+        """Read the common state, check its contents, and compare the ranks' parts. Collective.
 
         Args:
             call: with the problems of ranks that could not make their part of the load.
             path: the folder of the sharded checkpoint.
-            names: the keys of the entries.
+            names: the keys of the entries that are returned.
+            plain: values of this rank that are compared with the other ranks'.
+
+        Returns:
+            The named entries that the common state has; and whether all ranks have the same plain values.
         """
         same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
 
-        def checked_entries(_: Mapping[int, None]) -> Mapping[str, Any]:
+        def checked_entries(digests: Mapping[int, bytes]) -> tuple[Mapping[str, Any], bool]:
             state = load_common_state_dict(path, trust=self.trust)
             self.check_contents(path, state)
-            return {name: state[name] for name in names if name in state}
+            entries = {name: state[name] for name in names if name in state}
+            return entries, len(set(digests.values())) == 1
 
-        return call.gather_object("reading what was saved", None, checked_entries, must_agree=same)
+        digest = call.attempt(digest_alike, plain)
+        return call.gather_object("reading what was saved", digest, checked_entries, must_agree=same)
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lacks a content to load.

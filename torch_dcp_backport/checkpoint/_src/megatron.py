@@ -199,7 +199,7 @@ class MegatronCheckpointManager(ShardedManager):
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with call.guard():
                 state = self.generate_state_dict(contents, is_loading=True)
-            common = self.agree_on_load(call, path, (SAVED, WORLD, GRID, SCHEDULERS_WORLD))
+            common, _ = self.agree_on_load(call, path, (SAVED, WORLD, GRID, SCHEDULERS_WORLD))
         place = self.parallel_place()
         saved_world = common.get(WORLD, self.place()[1])
         strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"

@@ -441,6 +441,8 @@ def publish(
 def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brought: bool) -> Optional[Path]:
     """Return where a folder is that a killed save may have hidden. Collective; changes nothing.
 
+    The sizes of its files are compared with its manifest, unless it is brought.
+
     Args:
         call: with the problems of ranks that could not tell the folder.
         folder: its path; None for no folder.
@@ -458,6 +460,8 @@ def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brou
         place = None if path is None else store.located(path)
         if place is not None and is_brought and store.fault_by_sizes(place):
             place = path
+        if place is not None and not is_brought:
+            check_sizes(place)
         return None if place is None else str(place)
 
     place = call.gather_object("looking", None, place_of, must_agree=same)
@@ -465,13 +469,29 @@ def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brou
 
 
 @contextlib.contextmanager
-def reading(folder: Path, *, is_verified: bool, group: Group = None) -> Iterator[None]:
-    """Have a folder read in the context; with `is_verified` compare its checksums before. Collective.
+def reading(
+    folder: Path, *, is_verified: Optional[bool], group: Group = None, look: Optional[Callable[[], T]] = None
+) -> Iterator[Optional[T]]:
+    """Have a folder read in the context, which gets what the first rank sees in it. Collective.
+
+    Args:
+        folder: the folder.
+        is_verified: compare checksums before, of which each rank takes a share; False compares sizes, and
+            None nothing: `located` has.
+        group: the ranks that read together.
+        look: called on the first rank, once the files are compared; not with None.
 
     Raises:
         CheckpointingException: a rank failed, or a file is not as it was saved; the same on every rank.
     """
     with begin(CANNOT_LOAD, "load", group) as call:
+        found: Optional[T] = None
+
+        def looked_at(_: Mapping[int, None]) -> Optional[T]:
+            if not is_verified:
+                check_sizes(folder)
+            return None if look is None else look()
+
         if is_verified:
             with call.guard():
                 content = manifest.read(folder)
@@ -482,11 +502,11 @@ def reading(folder: Path, *, is_verified: bool, group: Group = None) -> Iterator
                     wrong = manifest.wrong_checksums(folder, content, [name])
                     call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
                     meter.add(content.files[name].nbytes)
-            call.barrier("verifying the files")
-        else:
-            call.gather_object("looking at the files", None, lambda _: check_sizes(folder))
+        if is_verified is not None:
+            doing = "verifying the files" if is_verified else "looking at the files"
+            found = call.gather_object(doing, None, looked_at)
         with call.guard():
-            yield
+            yield found
         call.barrier("loading", so_far="values may have been loaded in part")
 
 

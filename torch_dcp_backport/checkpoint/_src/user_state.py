@@ -314,26 +314,36 @@ def begin_users(group: Group) -> Call:
     return Call(CANNOT_LOAD, "load", groups_of(group), kind=UsersError)
 
 
-def opened(objects: Mapping[str, Any], step: Path, group: Group, left_out: Sequence[str] = ()) -> Saved:
+def saved_worlds(step: Path) -> dict[str, int]:
+    """Return name -> the number of ranks with states of their own, 0 where all have one, of a step's objects.
+
+    Raises:
+        CheckpointingException: the folder is damaged.
+    """
+    folder = step / USER_STATE
+    return dict(load_common_state_dict(folder)[WORLDS]) if folder.is_dir() else {}
+
+
+def opened(
+    objects: Mapping[str, Any],
+    step: Path,
+    worlds: Mapping[str, int],
+    group: Group,
+    left_out: Sequence[str] = (),
+) -> Saved:
     """Compare the objects with what a step has of them, before anything is loaded. Collective.
 
     Args:
-        objects: name -> object.
+        objects: name -> object; the same names on every rank, as the load has compared them.
         step: the folder of the step.
+        worlds: `saved_worlds` of the step.
         group: the ranks that load together.
         left_out: names that are not to be loaded.
 
     Raises:
-        CheckpointingException: the folder is damaged; on every rank.
         UsersError: the step lacks an object, or has states of another number of ranks.
     """
     folder = step / USER_STATE
-    with begin(CANNOT_LOAD, "load", group) as call:
-
-        def saved_worlds(_: Mapping[int, None]) -> dict[str, int]:
-            return dict(load_common_state_dict(folder)[WORLDS]) if folder.is_dir() else {}
-
-        worlds = call.gather_object("reading the names of the user's state", None, saved_worlds)
     wanted = {name: value for name, value in objects.items() if name not in left_out}
     with begin_users(group) as call:
         _, world = place_in(group)
@@ -346,8 +356,9 @@ def opened(objects: Mapping[str, Any], step: Path, group: Group, left_out: Seque
             elif saved_by not in (0, world):
                 what = "saved with states that differ between ranks, and loaded by another number of ranks"
                 call.problems.append(Problem(what, f"state[{name!r}]", f"{world} ranks", f"{saved_by} ranks"))
-        # As in a save.
-        call.barrier("comparing the names of the user's state", must_agree=names_of(wanted))
+        if objects:
+            # As in a save.
+            call.barrier("comparing the names of the user's state", must_agree=names_of(wanted))
         states = call.attempt(states_of, wanted)
         if wanted:
             call.barrier("comparing the user's state")
