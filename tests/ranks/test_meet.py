@@ -441,6 +441,24 @@ def test_a_rank_that_is_gone_is_named(pool: Pool, victim: int, kind: str, text: 
     assert str(caught.value).count(text) == WORLD - 1, str(caught.value)
 
 
+def told_within_a_save(_: Any) -> None:
+    """The first rank is killed while it publishes, in a save whose errors say that nothing was saved."""
+    with begin() as call, saying("step 3 was not saved"):
+        if call.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            call.gather_object("publishing", None, len, unheard="list the steps")
+        except Wrong as error:
+            raise AssertionError(f"TOLD {error}") from None
+
+
+def test_where_the_first_rank_is_gone_no_error_says_what_is_on_the_disk(pool: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(told_within_a_save)
+    text = "TOLD cannot count: rank 0 is gone, or too late, while publishing; list the steps"
+    assert str(caught.value).count(text) == WORLD - 1, str(caught.value)
+
+
 @pytest.mark.parametrize("slow", [(0,), (1, 3)])
 def test_ranks_that_are_slow_are_not_named_beside_the_one_that_is_gone(
     pool: Pool, slow: tuple[int, ...]

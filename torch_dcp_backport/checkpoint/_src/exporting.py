@@ -168,7 +168,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
         real, within = Path(os.path.realpath(out)), Path(os.path.realpath(folder))
         if within in (real, *real.parents):
             raise ValueError(f"{out} is in the checkpoint, which would no longer be what was saved")
-    call.settle()
+    call.barrier("looking at the checkpoint")
     model = _opened(call, folder, request.trust)
     plan: Optional[adapters.Merged] = None
     names, ties = {key: key for key in model.infos}, dict(model.tied)
@@ -185,7 +185,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
                 names = plan.names
                 ties = _renamed(model.tied, names)
                 adapters.check_ties(plan, ties)
-        call.settle()
+        call.barrier("reading the adapter")
     held = {name: (model.infos[key],) for name, key in names.items() if name not in ties}
     if target.is_examined:
         tensors = exported(held, target.how)
@@ -199,7 +199,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
                 if not _equal(model, names[first], names[other]):
                     call.problems.append(not_one(first, other))
                 del tensors[other]
-    call.settle()
+    call.barrier("comparing tied tensors")
     bring = _bringing(model, names, plan, meter_of(tensors), tensors, cuts)
     return write_files(call, tensors, bring, target)
 
@@ -292,7 +292,7 @@ def _opened_ours(call: Call, checkpoint: Opened) -> Model:
         what = f"no model: no tensor's key begins with {PREFIX}"
         call.problems.append(Problem(what, str(checkpoint.folder)))
     call.problems += not_whole(checkpoint, stored)
-    call.settle()
+    call.barrier("opening the checkpoint")
     reader = RecordReader(checkpoint.folder, checkpoint.holds.is_ours)
 
     def fill(parts: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
