@@ -334,7 +334,7 @@ def opened(
     """Compare the objects with what a step has of them, before anything is loaded. Collective.
 
     Args:
-        objects: name -> object; the same names on every rank, as the load has compared them.
+        objects: name -> object; on every rank there are some, or on none.
         step: the folder of the step.
         worlds: `saved_worlds` of the step.
         group: the ranks that load together.
