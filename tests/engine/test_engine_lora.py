@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from heard import heard
 
-from torch_dcp_backport import compat, engine
+from torch_dcp_backport import checkpoint, compat, engine
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 pytest.importorskip("peft")
@@ -404,3 +404,97 @@ def transformers_state(folder: Path) -> dict[str, torch.Tensor]:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def lora_only(folder: Path, sizes: dict[str, Any], config: Any, **model: Any) -> Any:
+    small.cpu_fsdp.install()
+    without_torchao()
+    plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
+    asked = {"optimizer": "AdamW", "lr": 0.01, "weight_decay": 0.1}
+    found = engine.FSDPEngineWithLMHead(
+        {"path": str(folder), **LORA, **model},
+        {**plain, "micro_batch_size_per_gpu": 2, **sizes},
+        asked,
+        config,
+        device="cpu",
+    )
+    found.initialize()
+    return found
+
+
+def adapters_there_and_back(api: Any, folder: Path, out: Path, sizes: dict[str, int]) -> Any:
+    """A step after a load into a new engine, on another mesh, beside the same step without a load."""
+    built = lora_only(folder, sizes, {"save_lora_only": True})
+    small.trained(built, range(2))
+    built.save_checkpoint(out, global_step=2)
+    last = small.trained(built, range(2, 4))
+    results = []
+    # A checkpoint says itself what it has.
+    for config in ({"save_lora_only": True}, None):
+        again = lora_only(folder, {}, config)
+        again.load_checkpoint(out)
+        results.append(small.trained(again, range(2, 4)))
+    return last, results
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp_size": 2}, {"tp_size": 2}], ids=str)
+def test_adapters_alone_are_saved_and_resumed(ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    test_qwen.write(tmp_path / "m")
+    out = tmp_path / "global_step_2"
+    for last, results in ranks(adapters_there_and_back, tmp_path / "m", out, sizes):
+        for again in results:
+            torch.testing.assert_close(again["losses"], last["losses"], atol=1e-6, rtol=1e-6)
+            for name, value in last["weights"].items():
+                torch.testing.assert_close(again["weights"][name], value, atol=1e-6, rtol=1e-6)
+    from torch.distributed.checkpoint import FileSystemReader
+
+    (folder,) = {path.parent for path in out.rglob(".metadata")}
+    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = [key for key in keys if key.startswith(("model.", "optimizer.state."))]
+    assert tensors
+    assert all(".lora_" in key for key in tensors)
+    with pytest.raises(
+        CheckpointingException, match=r"adapters alone \(save_lora_only\), and no weights below"
+    ):
+        checkpoint.export_checkpoint(out, tmp_path / "exported")
+
+
+def refusals(api: Any, folder: Path, other: Path, out: Path) -> Any:
+    built = lora_only(folder, {}, {"save_lora_only": True})
+    built.save_checkpoint(out, global_step=1)
+    before = {name: value.clone() for name, value in tensors_of(built).items()}
+    texts = []
+    for path, model in (
+        (other, {}),
+        (folder, {"lora_alpha": 16}),
+        (folder, {"target_modules": ["q_proj"]}),
+        (folder, {"lora_rank": 0}),
+    ):
+        made_here = lora_only(path, {}, None, **model)
+        was = {name: value.clone() for name, value in tensors_of(made_here).items()}
+        with pytest.raises(CheckpointingException) as caught:
+            made_here.load_checkpoint(out)
+        texts.append(str(caught.value))
+        assert all(value.equal(was[name]) for name, value in tensors_of(made_here).items())
+    assert all(value.equal(before[name]) for name, value in tensors_of(built).items())
+    with pytest.raises(ValueError, match=r"save_lora_only=True leaves out .* save_contents=\['hf_model'\]"):
+        lora_only(folder, {}, {"save_lora_only": True, "save_contents": ["model", "hf_model"]})
+    return texts
+
+
+def test_other_weights_or_adapters_than_at_the_save_are_refused_on_every_rank(ranks, tmp_path: Path) -> None:
+    test_qwen.write(tmp_path / "m")
+    model = test_qwen.write(tmp_path / "other")
+    with torch.no_grad():
+        # Two elements change places.
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight[0, :2] = weight[0, :2].flip(0)
+        weight[3, 0] += 1e-3
+    model.save_pretrained(tmp_path / "other")
+    out = tmp_path / "global_step_1"
+    every = ranks(refusals, tmp_path / "m", tmp_path / "other", out)
+    for base, factor, modules, none in every:
+        assert "was saved over other weights: base_model.model.model.layers.1.mlp.up_proj.weight has" in base
+        assert "lora_alpha=8, and has 16 now" in factor
+        assert "o_proj" in modules
+        assert "no weight in this model" in none

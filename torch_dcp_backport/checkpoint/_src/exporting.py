@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from torch_dcp_backport.checkpoint._src import manifest, store, verl
-from torch_dcp_backport.checkpoint._src.manager import ADAPTER, TIED, VERL_ADAPTER
+from torch_dcp_backport.checkpoint._src.manager import ADAPTER, LORA_ONLY, TIED, VERL_ADAPTER
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     Damaged,
@@ -285,7 +285,11 @@ def _opened_ours(call: Call, checkpoint: Opened) -> Model:
     tied: Mapping[str, str] = {}
     # The bytes of the common state are as saved: reading fails only for objects, which do not matter here.
     with contextlib.suppress(CheckpointingException):
-        tied = checkpoint.common_state().get(TIED, {})
+        common = checkpoint.common_state()
+        tied = common.get(TIED, {})
+        if LORA_ONLY in common:
+            what = f"adapters alone ({LORA_ONLY}), and no weights below them"
+            call.problems.append(Problem(what, str(checkpoint.folder)))
     every = checkpoint.holds.tensors.items()
     stored = {key[len(PREFIX) :]: value for key, value in every if key.startswith(PREFIX)}
     if not stored:

@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.checkpoint._src import beside, extra, verl
+from torch_dcp_backport.checkpoint._src import base_weights, beside, extra, verl
 from torch_dcp_backport.checkpoint._src.manager import (
     ADAPTER,
     CONTENTS,
+    HF_MODEL,
+    LORA_ONLY,
     SAVED,
     SCHEDULER,
     SCHEDULERS_WORLD,
@@ -230,6 +232,7 @@ class FSDPCheckpointManager(ShardedManager):
 
     offered = (*ShardedManager.offered, VERL)
     offers_partial_loads = True
+    offers_lora_only = True
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class FSDPCheckpointManager(ShardedManager):
 
         Raises:
             ValueError: an unknown content; "hf_model" of a model without a configuration; "verl" alone
-                without `trust`.
+                without `trust`; "hf_model" or "verl" beside `save_lora_only`.
         """
         processing_class = tokenizer if processing_class is None else processing_class
         super().__init__(
@@ -278,6 +281,12 @@ class FSDPCheckpointManager(ShardedManager):
         if self.should_save_hf_model and not hasattr(self.unwrapped, "config"):
             kind = type(self.unwrapped).__name__
             raise ValueError(f"save_contents: no hf_model of a {kind}: it has no config")
+        whole = [name for name in (HF_MODEL, VERL) if name in self.checkpoint_save_contents]
+        if self.saves_lora_only and whole:
+            raise ValueError(
+                f"{LORA_ONLY}=True leaves out the weights that save_contents={whole} asks for: take "
+                "one of the two"
+            )
         if self.should_save_verl and not self.should_save_ours and not trust:
             raise ValueError(
                 "save_contents: verl alone could not be loaded again: its files run what they say; take "
@@ -301,6 +310,7 @@ class FSDPCheckpointManager(ShardedManager):
 
     def write(self, folder: Path, step: int) -> None:
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            base: Optional[base_weights.Sums] = None
             with call.guard() as own:
                 if is_merged(self.unwrapped):
                     raise CheckpointingException(
@@ -309,14 +319,24 @@ class FSDPCheckpointManager(ShardedManager):
                 halves = self.halves(self.should_save_model, self.should_save_optimizer)
                 with values.naming_too_deep(halves):
                     halves = as_dtensors(halves, self.model)
+                if self.saves_lora_only and MODEL in halves:
+                    halves[MODEL], below = base_weights.parted(halves[MODEL], frozen_names(self.model))
+                    base = base_weights.sums_of(below, is_first=self.is_first)
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
             plain = call.attempt(plain_of, own)
             are_alike, schedule = self.agree_on_save(call, folder, plain, self.should_save_ours)
             halves = own.value if are_alike else put_together(call, own.value, plain.value)
+            sums: dict[str, str] = {}
+            if self.saves_lora_only:
+                sums = base_weights.added(
+                    call.all_gather_object("adding up the weights below adapters", base)
+                )
         if self.should_save_ours:
             with self.saving_state(folder / SHARDED, step, schedule) as parts:
                 parts.update(described(halves, self.process_group))
+                if sums:
+                    parts[LORA_ONLY] = sums
                 if self.should_save_extra:
                     rank, world = self.place()
                     parts[WORLD] = world
@@ -464,8 +484,16 @@ class FSDPCheckpointManager(ShardedManager):
                 views, frozen = as_dtensors(state, self.model), frozen_names(self.model)
                 own.set(names_held(views, frozen))
             names = call.attempt(lambda held: [sorted(part) for part in held], own)
-            common, are_alike = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD), names)
+            wanted = (SAVED, WORLD, SCHEDULERS_WORLD, LORA_ONLY)
+            common, are_alike = self.agree_on_load(call, path, wanted, names)
             others = RankNames() if are_alike else names_lacking(call, own.value)
+            below: dict[str, Any] = {}
+            if LORA_ONLY in common and MODEL in views:
+                left_out = self.check_base(call, folder, views[MODEL], common[LORA_ONLY])
+                # As they are in the model's own state dict: FSDP1 has no DTensors there.
+                below = {name: state[MODEL][name] for name in left_out}
+                for half in (views, state):
+                    half[MODEL] = {key: value for key, value in half[MODEL].items() if key not in below}
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         frozen |= others.frozen
@@ -485,6 +513,9 @@ class FSDPCheckpointManager(ShardedManager):
         if view.changes:
             loaded = view.plain(loaded, state)
         restored = restored_from(state, loaded, others.plain)
+        if below:
+            # Both halves are restored as wholes; what the checkpoint leaves out stays as it is.
+            restored[MODEL] = {**restored[MODEL], **below}
         self.restore(view.completed(restored, state) if view.changes else restored)
         self.left_out = tuple(view.left_out())
         if self.left_out:
@@ -607,6 +638,36 @@ class FSDPCheckpointManager(ShardedManager):
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         super().check_contents(path, state)
         self.check_adapters(path.parent)
+
+    def check_base(
+        self, call: Call, folder: Path, model: Mapping[str, Any], saved: Mapping[str, str]
+    ) -> list[str]:
+        """Return the names of the weights that a checkpoint of adapters alone leaves out. Collective.
+
+        Args:
+            call: the load.
+            folder: the folder of the checkpoint.
+            model: the state dict of today's model, whole.
+            saved: the checksum of each weight at the save.
+
+        Raises:
+            CheckpointingException: a weight is not as it was at the save; the same on every rank.
+        """
+        with call.guard() as own:
+            if not self.partial.is_whole:
+                raise CheckpointingException(
+                    f"{folder} has adapters alone ({LORA_ONLY}): exclude and rename are not offered of it"
+                )
+            below = {key: value for key, value in model.items() if key in saved}
+            own.set(base_weights.sums_of(below, is_first=self.is_first))
+        now = base_weights.added(call.all_gather_object("adding up the weights below adapters", own))
+        for key, expected in saved.items():
+            if now.get(key) != expected:
+                raise CheckpointingException(
+                    f"{folder} has adapters alone ({LORA_ONLY}), and was saved over other weights: {key} has "
+                    f"{now.get(key, 'no weight')} in this model, {expected} at the save"
+                )
+        return list(saved)
 
     def check_adapters(self, folder: Path) -> None:
         """Refuse adapters that would have another factor than at the save. Runs on the first rank.
@@ -853,8 +914,9 @@ def configuration_of(model: nn.Module) -> Any:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Return the FQNs of the parameters that are not trained."""
-    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    """Return the FQNs of the parameters that are not trained, all of a tied one."""
+    named = model.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in named if not parameter.requires_grad]
     return {fqn for name in names for fqn in get_fqns(model, name)}
 
 

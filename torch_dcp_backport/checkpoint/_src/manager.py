@@ -110,6 +110,8 @@ class BaseCheckpointManager:
     offered: tuple[str, ...] = (*CONTENTS, HF_MODEL)
     #: Whether `read` knows `partial`.
     offers_partial_loads = False
+    #: Whether a save may have adapters of peft without the weights below them.
+    offers_lora_only = False
 
     def __init__(
         self,
@@ -137,8 +139,8 @@ class BaseCheckpointManager:
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
                 what this rank writes to the host, and writes it in a thread; see `finish`. A setting of
                 another name is refused, unless it stands at its default in a dataclass; verl's that change
-                nothing here are named in the log. verl's `save_lora_only` is refused where the model has
-                adapters.
+                nothing here are named in the log. With `save_lora_only=True` (verl's) managers of FSDP models
+                save a model with adapters of peft without the frozen weights below them.
             trust: save and load objects of any class in the state of the scheduler and in options of the
                 optimizer, which runs code in the file; else the save refuses them.
             save_timeout: the most seconds that a call waits for this rank's files of a save in the
@@ -160,7 +162,11 @@ class BaseCheckpointManager:
         self.processing_class: Any = processing_class
         self.checkpoint_config: Any = checkpoint_config
         self.process_group = process_group
-        if checked_flag(LORA_ONLY, setting(settings, LORA_ONLY) or False) and self.may_have_adapters():
+        #: Whether a save leaves out the frozen weights below adapters.
+        self.saves_lora_only = (
+            checked_flag(LORA_ONLY, setting(settings, LORA_ONLY) or False) and self.may_have_adapters()
+        )
+        if self.saves_lora_only and not self.offers_lora_only:
             raise ValueError(
                 f"checkpoint_config's {LORA_ONLY}=True is not offered: a checkpoint has the whole model; "
                 "an engine's save_adapter(folder) has the adapters alone"
@@ -624,6 +630,7 @@ class ShardedManager(BaseCheckpointManager):
         return {
             "async_save": str(self.is_async),
             "save_contents": ", ".join(self.checkpoint_save_contents),
+            LORA_ONLY: str(self.saves_lora_only),
             "scheduler": type(self.lr_scheduler).__name__,
         }
 

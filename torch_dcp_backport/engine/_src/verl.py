@@ -212,7 +212,7 @@ CHECKPOINT = {
     "async_save": Known(SERVED, "by the checkpoint manager"),
     "mbridge_config": Known(NO_VALUE, "Megatron has it", idle=None),
     "strict": Known(NO_VALUE, "an export here is complete, or an error", idle=(None, True)),
-    "save_lora_only": Known(REFUSED, "for a model with adapters; `save_adapter` has them alone"),
+    "save_lora_only": Known(SERVED, "a save [without the weights below adapters](#adapters-alone)"),
 }
 
 #: The keys of `lora` for Megatron's adapters, beside `merge` and `rank`.
