@@ -35,9 +35,6 @@ from torch_dcp_backport.transfer import (
     Refusal,
     Route,
     Terms,
-    Topic,
-    at_first,
-    meet,
     move,
     part_of,
     spread_of,
@@ -168,14 +165,16 @@ def determine_main_replica_uniform_distribution(
         return None
     with begin("cannot share out the shards", "save", parallelization_group) as call:
         mine = call.attempt(checked, sharded_state_dict)
-        with at_first(call, Topic("sharing out shards"), mine) as meeting:
-            if meeting.decides:
-                all_parts = [meeting.heard[rank] for rank in call.ranks]
-                findings = list(differing(call.ranks, all_parts))
-                if findings:
-                    raise Refusal(findings)
-                meeting.answer(all_parts)
-    return distribution_of(meeting.result, ignore_groups)
+
+        def alike(parts_by_rank: Mapping[int, list[ShardedTensor]]) -> list[list[ShardedTensor]]:
+            all_parts = [parts_by_rank[rank] for rank in call.ranks]
+            findings = list(differing(call.ranks, all_parts))
+            if findings:
+                raise Refusal(findings)
+            return all_parts
+
+        all_parts = call.gather_object("sharing out shards", mine, alike)
+    return distribution_of(all_parts, ignore_groups)
 
 
 def checked(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
@@ -358,13 +357,14 @@ def exchanged(
                     check_memory(spelled(shard), data, shape.size, shape.dtype, is_written=True)
         if distribution is not None and algorithm != GATHER_OBJECT:
             own.mains.update(distribution.main_rank_for_shard)
-    with at_first(call, Topic("exchanging what was loaded"), own) as meeting:
-        if meeting.decides:
-            ways, findings = ways_of(call.ranks, meeting.heard)
-            if findings:
-                raise Refusal(findings)
-            meeting.answer(ways)
-    ways = meeting.result
+
+    def agreed(own_by_rank: Mapping[int, ShardsOfRank]) -> Ways:
+        ways, findings = ways_of(call.ranks, own_by_rank)
+        if findings:
+            raise Refusal(findings)
+        return ways
+
+    ways = call.gather_object("exchanging what was loaded", own, agreed)
     if len(call.ranks) == 1:
         return result
     targets: Loaded = {}
@@ -372,7 +372,7 @@ def exchanged(
         for shard in own.waiting:
             _get_empty_tensor_for_exchange(shard, waiting, {}, targets)
     kinds = {tensor.device.type for tensor in [*result.values(), *targets.values()]}
-    agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
+    agreement = call.agree_on_wants({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     names: dict[Key, ShardId] = {str(number): shard for number, shard in enumerate(ways)}
     routes: dict[Key, Route] = {name: ways[shard].route for name, shard in names.items()}
     # Large shards go in parts.
@@ -388,7 +388,7 @@ def exchanged(
     move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL, failures.append))
     for error, name in failures:
         call.record(call.problem_of(error, spelled(names[name]) if name else ""), error)
-    meet(call, Topic("settling", DOUBTFUL))
+    call.barrier("settling", so_far=DOUBTFUL)
     return {**result, **targets}
 
 
@@ -451,19 +451,17 @@ def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) ->
 
 def exchanged_objects(call: Call, own: Attempt[dict[ShardId, Any]]) -> dict[ShardId, Any]:
     """Return the objects that any rank of a call has loaded. Collective."""
-    with at_first(call, Topic("exchanging objects"), own) as meeting:
-        if meeting.decides:
-            together: dict[ShardId, Any] = {}
-            loaders: dict[ShardId, list[int]] = {}
-            for rank in sorted(meeting.heard):
-                together.update(meeting.heard[rank])
-                for shard in meeting.heard[rank]:
-                    loaders.setdefault(shard, []).append(rank)
-            findings = [
-                (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
-            ]
-            if findings:
-                raise Refusal(findings)
-            meeting.answer(together)
-    objects: dict[ShardId, Any] = meeting.result
-    return objects
+
+    def merged(objects_by_rank: Mapping[int, dict[ShardId, Any]]) -> dict[ShardId, Any]:
+        together: dict[ShardId, Any] = {}
+        loaders: dict[ShardId, list[int]] = {}
+        for rank in sorted(objects_by_rank):
+            together.update(objects_by_rank[rank])
+            for shard in objects_by_rank[rank]:
+                loaders.setdefault(shard, []).append(rank)
+        findings = [(ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]]
+        if findings:
+            raise Refusal(findings)
+        return together
+
+    return call.gather_object("exchanging objects", own, merged)

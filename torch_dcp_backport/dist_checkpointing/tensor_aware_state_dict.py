@@ -50,7 +50,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
 )
-from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet
+from torch_dcp_backport.transfer import DOUBTFUL, Group
 
 ATOMIC, FULLY_PARALLEL = "atomic", "fully_parallel"
 CANNOT_TAKE, CANNOT_GIVE = "cannot take the state dict apart", "cannot make the state dict"
@@ -125,7 +125,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
         with begin(CANNOT_TAKE, "save") as call:
             made = call.attempt(take)
             alike = {"algo": str(algo), "cached_metadata": "None" if is_new else "a distribution"}
-            meet(call, Topic("taking the state dict apart"), common=alike)
+            call.barrier("taking the state dict apart", must_agree=alike)
         sharded, common = made.value
         if is_new:
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
@@ -138,7 +138,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
                     parallelization_group,
                     True,
                 )
-                meet(call, Topic("sharing out shards"))
+                call.barrier("sharing out shards")
                 distribution = shared.value
         if algo == FULLY_PARALLEL and distribution is not None:
             keep_own(sharded, distribution, parallelization_group)
@@ -288,7 +288,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
                 "strict": str(getattr(strict, "value", strict)),
                 "validate_access_integrity": str(bool(validate_access_integrity)),
             }
-            meet(call, Topic("reading the sharded state dict"), common=alike)
+            call.barrier("reading the sharded state dict", must_agree=alike)
         (asked, local, factories), mode = made.value
         own = everyone = stored = None
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(mode):
@@ -305,7 +305,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
                 everyone,
                 stored,
             )
-            meet(call, Topic("comparing keys"))
+            call.barrier("comparing keys")
             _, missing, unexpected = checked.value
         with begin(CANNOT_GIVE, "load") as call:
             call.kind = NotHeld
@@ -324,7 +324,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
                 return merge(result, apply_factory_merges(filled, factories))
 
             result = call.attempt(put_together, filled)
-            meet(call, Topic("looking for shards", DOUBTFUL))
+            call.barrier("looking for shards", so_far=DOUBTFUL)
         return (result.value, missing, unexpected) if return_mismatch_keys else result.value
 
     def _exchanged(

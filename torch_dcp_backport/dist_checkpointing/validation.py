@@ -37,7 +37,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
 )
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import split, table_of
-from torch_dcp_backport.transfer import Call, Group, Problem, Refusal, Topic, at_first, meet
+from torch_dcp_backport.transfer import Call, Group, Problem, Refusal
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -267,7 +267,7 @@ def determine_global_metadata(
         return mine, all_parts
     with begin("cannot gather what is sharded", "save", process_group) as call:
         local = call.attempt(lambda: [part.without_data() for part in split(sharded_state_dict).parts])
-        parts_by_rank = meet(call, Topic("gathering"), local)
+        parts_by_rank = call.all_gather_object("gathering", local)
         return local.value, [parts_by_rank[rank] for rank in sorted(parts_by_rank)]
 
 
@@ -290,7 +290,7 @@ def verify_integrity_manifest(checkpoint_dir: Folder, process_group: Group = Non
     with begin("the checkpoint is not the one that was saved", "load", process_group) as call:
         folder = Path(checkpoint_dir)
         check_digests(call, folder, read_digests(call, folder))
-        meet(call, Topic("comparing digests"))
+        call.barrier("comparing digests")
 
 
 def read_digests(call: Call, folder: Path) -> integrity.Digests:
@@ -299,14 +299,14 @@ def read_digests(call: Call, folder: Path) -> integrity.Digests:
     Raises:
         CheckpointingException: there are none; the same on every rank.
     """
-    with at_first(call, Topic("reading digests")) as meeting:
-        if meeting.decides:
-            try:
-                meeting.answer(integrity.read(folder))
-            except integrity.Unknown as error:
-                raise CheckpointingException(str(error)) from None
-    digests: integrity.Digests = meeting.result
-    return digests
+
+    def read(_: Mapping[int, None]) -> integrity.Digests:
+        try:
+            return integrity.read(folder)
+        except integrity.Unknown as error:
+            raise CheckpointingException(str(error)) from None
+
+    return call.gather_object("reading digests", None, read)
 
 
 def check_digests(call: Call, folder: Path, digests: integrity.Digests, needed: Iterable[str] = ()) -> None:

@@ -30,7 +30,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     parse_config,
 )
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import NOTHING, Attempt, Box, Call, Common, Problem, Topic, at_first
+from torch_dcp_backport.transfer import NOTHING, Attempt, Box, Call, Common, Problem
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -174,14 +174,17 @@ def open_together(
         CheckpointingException: there is none, or it is incomplete, or ranks differ; the same on every rank.
     """
     checkpoint: Optional[Opened] = None
-    with at_first(call, Topic("opening"), common=common) as meeting:
-        if meeting.decides:
-            content = small_files(folder.value, is_whole=False)
-            # Here, so that only one rank reports their problems.
-            checkpoint = opened(folder.value, content)
-            meeting.answer(content)
+
+    def read(_: Mapping[int, None]) -> SmallFiles:
+        nonlocal checkpoint
+        content = small_files(folder.value, is_whole=False)
+        # Here, so that only one rank reports their problems.
+        checkpoint = opened(folder.value, content)
+        return content
+
+    content = call.gather_object("opening", None, read, must_agree=common)
     with call.guard() as own:
-        own.set(checkpoint or opened(folder.value, meeting.result))
+        own.set(checkpoint or opened(folder.value, content))
     return own
 
 

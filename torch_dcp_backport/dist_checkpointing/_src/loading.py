@@ -41,12 +41,9 @@ from torch_dcp_backport.transfer import (
     Findings,
     Problem,
     Refusal,
-    Topic,
-    at_first,
     group_ranks,
     has_slices,
     layout_text,
-    meet,
     members,
     warn_once,
     why_not_writable,
@@ -286,7 +283,7 @@ class Loading:
         if not call.problems:
             with call.guard():
                 result = self.result()
-        meet(call, Topic("settling", DOUBTFUL))
+        call.barrier("settling", so_far=DOUBTFUL)
         return result
 
     def read_parts(self, wanted: Sequence[WantedBox], reads: Sequence[Read]) -> dict[str, bytes]:
@@ -333,10 +330,7 @@ def agree_on_load(call: Call, made: Attempt[Loading]) -> set[str]:
     """
     with call.guard() as own:
         own.set(made.value.described())
-    with at_first(call, Topic("planning"), own) as meeting:
-        if meeting.decides:
-            meeting.answer(made.value.decided(meeting.heard))
-    missing, unfolded = meeting.result
+    missing, unfolded = call.gather_object("planning", own, lambda heard: made.value.decided(heard))
     loading = made.value
     loading.unfold(unfolded)
     if loading.mode.logs and (missing or loading.unexpected):

@@ -63,27 +63,21 @@ from torch_dcp_backport.transfer import (
     Phase,
     Problem,
     Refusal,
-    Topic,
-    at_first,
     gc_context,
-    meet,
     problem_of,
     warn_once,
 )
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
-COMPARING, PLANNING = Topic("comparing plans"), Topic("planning")
-COMMON = Topic("comparing the common state")
-CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
-REPLICAS = CLEARING._replace(doing="comparing replicas")
-COMMITTING = Topic(
-    "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
+#: Words of errors on the state of the folder: while the old marker is removed, and from then on.
+MAY_BE_GONE, IS_GONE = (
+    "an older checkpoint in the folder may be gone",
+    "an older checkpoint in the folder is gone",
 )
 
 
 WRITING = "writing"
-COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 FORKED = "a request runs in the process that made it, and this one was forked from it: use AsyncCallsQueue"
 
 
@@ -308,18 +302,20 @@ class Save:
             kept = described.value.kept
             digests.set(described.value.digests)
         same = call.attempt(self.options.same)
-        with at_first(call, COMPARING, digests, same) as meeting:
-            if meeting.decides:
-                heard: Mapping[int, Digests] = meeting.heard
-                own = heard[call.rank]
-                numbers = {entry.plan for entry in heard.values()}
-                tables = {rank: entry.table for rank, entry in heard.items()}
-                is_known = kept is not None and kept.digests == tables and numbers == {kept.number}
-                is_alike = not own.common or {entry.common for entry in heard.values()} == {own.common}
-                # Of the ranks with the same keys the first one sends them.
-                senders = {heard[rank].outline: rank for rank in sorted(heard, reverse=True)}
-                meeting.answer((is_known, is_alike, set(senders.values())))
-        is_known, is_alike, senders = meeting.result
+
+        def compared(digests_by_rank: Mapping[int, Digests]) -> tuple[bool, bool, set[int]]:
+            own, entries = digests_by_rank[call.rank], digests_by_rank.values()
+            tables = {rank: entry.table for rank, entry in digests_by_rank.items()}
+            numbers = {entry.plan for entry in entries}
+            is_known = kept is not None and kept.digests == tables and numbers == {kept.number}
+            is_alike = not own.common or {entry.common for entry in entries} == {own.common}
+            # Of the ranks with the same keys the first one sends them.
+            senders = {digests_by_rank[rank].outline: rank for rank in sorted(tables, reverse=True)}
+            return is_known, is_alike, set(senders.values())
+
+        is_known, is_alike, senders = call.gather_object(
+            "comparing plans", digests, compared, must_agree=same
+        )
         if not is_alike:
             self._compare_common(call, described.value)
         if not is_known or kept is None:
@@ -334,27 +330,27 @@ class Save:
         Raises:
             CheckpointingException: they may not; the same on every rank.
         """
-        with at_first(call, COMMON, described.compared or {}) as meeting:
-            if meeting.decides:
-                findings = common.findings_of(meeting.heard)
-                if findings and self.options.strict_common:
-                    raise Refusal(findings)
-                for rank, problem in findings:
-                    logger.warning(
-                        "%s: only the first rank's common state is saved; rank %d: %s",
-                        self.path.parent,
-                        rank,
-                        problem,
-                    )
-                first = call.rank
-                meeting.answer_each(
-                    {
-                        rank: common.told(rank, values, first, meeting.heard[first])
-                        for rank, values in meeting.heard.items()
-                    }
+
+        def differences(values_by_rank: Mapping[int, Values]) -> Mapping[int, str]:
+            findings = common.findings_of(values_by_rank)
+            if findings and self.options.strict_common:
+                raise Refusal(findings)
+            for rank, problem in findings:
+                logger.warning(
+                    "%s: only the first rank's common state is saved; rank %d: %s",
+                    self.path.parent,
+                    rank,
+                    problem,
                 )
-        if meeting.result:
-            logger.warning("%s", meeting.result)
+            first = call.rank
+            return {
+                rank: common.told(rank, values, first, values_by_rank[first])
+                for rank, values in values_by_rank.items()
+            }
+
+        text = call.scatter_object("comparing the common state", described.compared or {}, differences)
+        if text:
+            logger.warning("%s", text)
 
     def _new_plan(self, call: Call, described: Described, sends_keys: bool) -> OwnPlan:
         """Plan with the tables of all ranks, and keep the plan.
@@ -367,18 +363,22 @@ class Save:
         """
         table, digest = described.table, described.digests.table
         rows, digests = table.rows(), dict[int, bytes]()
+        # The first rank keeps it.
         description: Optional[plans.Description] = None
+
+        def planned(sent_by_rank: Mapping[int, SentTable]) -> Mapping[int, Any]:
+            nonlocal description, digests
+            digests = {rank: sent.digest for rank, sent in sent_by_rank.items()}
+            with gc_context():
+                plan, held = self._plan_of(tables_of(sent_by_rank), len(described.common))
+                shares = plan.shares()
+            description = plans.Description(plan)
+            number = plans.number_of(digests)
+            return {rank: (share, number, held[rank]) for rank, share in shares.items()}
+
         outline = rows.outline if sends_keys else rows.outline.digest
-        with at_first(call, PLANNING, SentTable(outline, rows.forms, table.objects, digest)) as meeting:
-            if meeting.decides:
-                digests = {rank: sent.digest for rank, sent in meeting.heard.items()}
-                with gc_context():
-                    plan, held = self._plan_of(tables_of(meeting.heard), len(described.common))
-                    shares = plan.shares()
-                description = plans.Description(plan)
-                number = plans.number_of(digests)
-                meeting.answer_each({rank: (share, number, held[rank]) for rank, share in shares.items()})
-        share, number, shared = meeting.result
+        sent = SentTable(outline, rows.forms, table.objects, digest)
+        share, number, shared = call.scatter_object("planning", sent, planned)
         kept = plans.KeptPlan(number, pickle.dumps((share, shared)), digests, description)
         plans.keep(call.ranks, digest, kept)
         return OwnPlan(share.share_of(rows.outline), kept, replicas.unpacked(shared, rows.outline))
@@ -413,32 +413,36 @@ class Save:
         folder = self.path.parent
         with call.tally.phase("comparing replicas"), call.guard() as digests:
             digests.set(replicas.digests_of(described.data, own.shared))
-        with at_first(call, CLEARING, digests) as meeting:
-            if meeting.decides:
-                unlike = replicas.unlike(meeting.heard)
-                if unlike:
-                    meeting.answer(unlike)
-                else:
-                    commit.clear(folder)
-        if not meeting.result:
+
+        def cleared(digests_by_rank: Mapping[int, replicas.Digests]) -> Any:
+            unlike = replicas.unlike(digests_by_rank)
+            if not unlike:
+                commit.clear(folder)
+            return unlike
+
+        unlike = call.gather_object("removing the old marker", digests, cleared, so_far=MAY_BE_GONE)
+        if not unlike:
             return own
         # Each tensor that differs is its main replica's.
         table = described.table
         with call.guard() as rows:
-            numbers = [row for group in meeting.result for row in own.shared.get(group, ())]
+            numbers = [row for group in unlike for row in own.shared.get(group, ())]
             rows.set((table, replicas.row_digests(described.data, numbers)))
         description: Optional[plans.Description] = None
-        with at_first(call, REPLICAS, rows) as meeting:
-            if meeting.decides:
-                tables = {rank: table for rank, (table, _) in meeting.heard.items()}
-                rows_by_rank = {rank: digests for rank, (_, digests) in meeting.heard.items()}
-                problems = replicas.problems_of(replicas.replicas_in(cells_of(tables)), rows_by_rank)
-                warn_of_replicas(folder, problems)
-                plan = plan_of(alike_of(tables), self.options.balanced, fixed=problems)
-                commit.clear(folder)
-                description = plans.Description(plan)
-                meeting.answer_each(plan.shares())
-        share = meeting.result.share_of(described.table.rows().outline)
+
+        def planned(own_by_rank: Mapping[int, Any]) -> Mapping[int, plans.PackedShare]:
+            nonlocal description
+            tables = {rank: table for rank, (table, _) in own_by_rank.items()}
+            rows_by_rank = {rank: digests for rank, (_, digests) in own_by_rank.items()}
+            problems = replicas.problems_of(replicas.replicas_in(cells_of(tables)), rows_by_rank)
+            warn_of_replicas(folder, problems)
+            plan = plan_of(alike_of(tables), self.options.balanced, fixed=problems)
+            commit.clear(folder)
+            description = plans.Description(plan)
+            return plan.shares()
+
+        packed = call.scatter_object("comparing replicas", rows, planned, so_far=MAY_BE_GONE)
+        share = packed.share_of(described.table.rows().outline)
         # Such a plan is not kept.
         return OwnPlan(share, plans.KeptPlan(b"", b"", {}, description), {})
 
@@ -498,7 +502,7 @@ class Save:
             copies.set(staged(self.works))
             # The share is in the copies.
             self.works.clear()
-        meet(call, COPYING)
+        call.barrier("copying", so_far=IS_GONE)
         return copies.value  # type: ignore[no-any-return]
 
     def commit(self, call: Call, output: Output) -> None:
@@ -511,16 +515,23 @@ class Save:
             CheckpointingException: some rank has problems; the same on every rank. There is no checkpoint
                 then.
         """
+
+        def published(outputs: Mapping[int, Output]) -> None:
+            description, options = self.kept.description, self.options
+            assert description is not None, "the first rank has it"
+            facts = len(self.common), zlib.crc32(self.common)
+            content = description.content(outputs, facts, options.torch_metadata)
+            folder, is_hashed = self.path.parent, options.verify_integrity
+            commit.publish_described(folder, content, self.common, outputs, is_hashed)
+
         try:
-            with at_first(call, COMMITTING, output) as meeting:
-                if meeting.decides:
-                    description, options = self.kept.description, self.options
-                    assert description is not None, "the first rank has it"
-                    facts = len(self.common), zlib.crc32(self.common)
-                    content = description.content(meeting.heard, facts, options.torch_metadata)
-                    commit.publish_described(
-                        self.path.parent, content, self.common, meeting.heard, options.verify_integrity
-                    )
+            call.gather_object(
+                "committing",
+                output,
+                published,
+                so_far="the folder holds no checkpoint now",
+                unheard="whether the folder holds a checkpoint shows a load",
+            )
         except CheckpointingException as error:
             # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
             if error.is_agreed:

@@ -32,8 +32,6 @@ from torch_dcp_backport.transfer import (
     Memories,
     Route,
     Terms,
-    Topic,
-    at_first,
     intersection,
     move,
     part_of,
@@ -51,8 +49,6 @@ PORTION = 4 * 2**20
 MOST_BOXES = 128
 #: A portion begins in a window at a multiple of this, and so of every itemsize.
 ALIGNED = 16
-SHARING = Topic("sharing out what is read")
-
 #: The boxes of each key that a rank wants; equal wants are the same object once they were exchanged.
 Wants = tuple[tuple[str, tuple[Box, ...]], ...]
 
@@ -108,13 +104,17 @@ def read_shared(
     """
     held, doubles = disjoint(wanted)
     own = tuple((key, tuple(entry.row.box for entry in entries)) for key, entries in held.items())
-    with at_first(call, SHARING, (own, tuple(dict.fromkeys(objects)))) as meeting:
-        if meeting.decides:
-            known: dict[Wants, Wants] = {}
-            # Replicas want the same: it is sent once.
-            wants = {rank: known.setdefault(boxes, boxes) for rank, (boxes, _) in meeting.heard.items()}
-            meeting.answer((wants, {rank: keys for rank, (_, keys) in meeting.heard.items()}))
-    wants, keys = meeting.result
+
+    def together(
+        own_by_rank: Mapping[int, tuple[Wants, tuple[str, ...]]],
+    ) -> tuple[dict[int, Wants], dict[int, tuple[str, ...]]]:
+        known: dict[Wants, Wants] = {}
+        # Replicas want the same: it is sent once.
+        wants = {rank: known.setdefault(boxes, boxes) for rank, (boxes, _) in own_by_rank.items()}
+        return wants, {rank: keys for rank, (_, keys) in own_by_rank.items()}
+
+    asked = own, tuple(dict.fromkeys(objects))
+    wants, keys = call.gather_object("sharing out what is read", asked, together)
     shares, records = shared_out(index, wants), Objects(readers_of(index, keys), {})
     windows = list(windows_of(index, shares.portions))
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -124,7 +124,7 @@ def read_shared(
         for key in keys[call.rank]:
             records.buffers[key] = torch.zeros(index.objects[key].length, dtype=torch.uint8, device="cpu")
     kinds = {entry.data.device.type for entry in wanted if entry.data is not None}
-    agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
+    agreement = call.agree_on_wants({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     failure: Optional[Exception] = None
 
     # The other ranks wait for what was read; they get the first of these errors when all was sent.

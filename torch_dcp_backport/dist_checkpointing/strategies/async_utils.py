@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing._src.staged import let_go
 from torch_dcp_backport.dist_checkpointing._src.worker import Worker, checked_seconds
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.transfer import Call, Group, Topic, at_first, gc_context, meet
+from torch_dcp_backport.transfer import Call, Group, gc_context
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -34,12 +34,9 @@ __getattr__ = refusing(
 F = TypeVar("F", bound=Callable[..., Any])
 
 CANNOT_FINALIZE = "cannot finalize the checkpoint"
-ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
-WRITING = Topic("writing in the background", "the save was finalized on no rank")
-FINALIZING = Topic("finalizing", "the checkpoint may be whole by now")
 #: Seconds that a caller with a bound waits for what an abandoned save leaves to be removed.
 PATIENCE = 5.0
-ADDED = Topic("calling added finalize functions", "the checkpoint is made, and every function was called")
+ADDED = "the checkpoint is made, and every function was called"
 
 
 class AsyncRequest(NamedTuple):
@@ -139,10 +136,13 @@ def _finalize(call: Call, functions: Sequence[Callable[[], None]]) -> None:
     with call.guard():
         for make in functions[:1]:
             make()
-    with at_first(call, FINALIZING, len(functions)) as meeting:
-        if meeting.decides:
-            meeting.answer(max(meeting.heard.values()) > 1)
-    if not meeting.result:
+    has_more = call.gather_object(
+        "finalizing",
+        len(functions),
+        lambda counts: max(counts.values()) > 1,
+        so_far="the checkpoint may be whole by now",
+    )
+    if not has_more:
         return
     for finalize in functions[1:]:
         try:
@@ -150,7 +150,7 @@ def _finalize(call: Call, functions: Sequence[Callable[[], None]]) -> None:
         except Exception as error:
             # The next may be collective, and other ranks may be in it: it must not miss this rank.
             call.record(call.problem_of(error), error)
-    meet(call, ADDED)
+    call.barrier("calling added finalize functions", so_far=ADDED)
 
 
 class _Running:
@@ -291,10 +291,12 @@ class AsyncCallsQueue:
         seconds = time.perf_counter() - began
         if not blocking:
             with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
-                with at_first(call, ASKING, running.is_ended) as meeting:
-                    if meeting.decides:
-                        meeting.answer(all(meeting.heard.values()))
-                if not meeting.result:
+                if not call.gather_object(
+                    "asking whether all ranks have written",
+                    running.is_ended,
+                    lambda ended: all(ended.values()),
+                    so_far="the folder holds no checkpoint yet",
+                ):
                     return []
         self._running, failure = None, running.failure
         with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
@@ -302,7 +304,7 @@ class AsyncCallsQueue:
                 if failure is not None:
                     raise failure
             try:
-                meet(call, WRITING)
+                call.barrier("writing in the background", so_far="the save was finalized on no rank")
                 with report.waited(seconds):
                     _finalize(call, running.request.finalize_fns)
             except CheckpointingException:

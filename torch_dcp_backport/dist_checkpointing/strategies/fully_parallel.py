@@ -42,12 +42,9 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
-from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet, warn_on_first
+from torch_dcp_backport.transfer import DOUBTFUL, Group, warn_on_first
 
-READING = Topic("reading what this rank takes care of", DOUBTFUL)
-SETTLING = Topic("settling", DOUBTFUL)
-SHARING = Topic("sharing out what is written")
-WRITING = Topic("writing", "whether the folder holds a checkpoint shows a load")
+SHARING, READING = "sharing out what is written", "reading what this rank takes care of"
 
 
 class FullyParallelSaveStrategyWrapper:
@@ -112,9 +109,9 @@ class FullyParallelSaveStrategyWrapper:
             call.attempt(self.apply_saving_parallelization, sharded_state_dict)
             method = call.attempt(getattr, self.base_strategy, name)
             # A rank without that method does not leave the others in theirs.
-            meet(call, SHARING)
+            call.barrier(SHARING)
             made = call.attempt(lambda: method.value(sharded_state_dict, *options, **more))
-            meet(call, WRITING)
+            call.barrier("writing", so_far="whether the folder holds a checkpoint shows a load")
         return made.value
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
@@ -123,7 +120,7 @@ class FullyParallelSaveStrategyWrapper:
         with begin(CANNOT_SAVE, "save") as call:
             distribution = call.attempt(share_out, sharded_state_dict)
             # Before what is collective among all, for a rank that failed does not come there.
-            meet(call, SHARING)
+            call.barrier(SHARING)
             if self.validate_access_integrity and not (self._is_checked and self.do_cache_distribution):
                 validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
                 self._is_checked = True
@@ -211,12 +208,12 @@ class FullyParallelLoadStrategyWrapper:
         with begin(CANNOT_LOAD, "load", everyone) as call:
             loaded = call.attempt(told_to(everyone, group, self._loaded), sharded_state_dict, read)
             if self.per_rank_object_load:
-                meet(call, READING)
+                call.barrier(READING, so_far=DOUBTFUL)
                 objects = loaded.value.objects
             else:
                 objects = exchanged_objects(call, call.attempt(lambda made: made.objects, loaded))
             filled = call.attempt(filled_in, sharded_state_dict, loaded.value.tensors, objects)
-            meet(call, SETTLING)
+            call.barrier("settling", so_far=DOUBTFUL)
         self.cached_global_metadata = getattr(self.base_strategy, "cached_global_metadata", None)
         return filled.value
 
@@ -240,7 +237,7 @@ class FullyParallelLoadStrategyWrapper:
                 # Tensors last, as in Megatron's: a strategy may note what it has read last.
                 objects = read(own.objects)
                 loaded = Own(read(own.tensors), objects)
-            meet(call, READING)
+            call.barrier(READING, so_far=DOUBTFUL)
         if is_alone:
             return loaded
         tensors = exchange_by_distribution(
