@@ -42,7 +42,7 @@ from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.state_dict.optim.get import Params, named_state
 from torch_dcp_backport.state_dict.optim.initial import StatesUnknown, kind_of, params_of
 from torch_dcp_backport.state_dict.tree import ListIndex, place
-from torch_dcp_backport.transfer import Attempt, Call, Group, Topic, at_first, meet
+from torch_dcp_backport.transfer import Attempt, Call, Group
 
 __all__ = ["load_training_state", "save_training_state", "sharded_state_dict"]
 
@@ -55,8 +55,8 @@ FORMS = "optimizer_forms"
 NUMBER = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 #: Top-level key of a load alone: options of param groups that earlier saves have as tensors of their own.
 RATES = "tensors of param_groups"
-COMPARING = Topic("comparing the ranks' parts of the model")
-TOGETHER = Topic("putting the ranks' parts of the model together")
+COMPARING = "comparing the ranks' parts of the model"
+TOGETHER = "putting the ranks' parts of the model together"
 
 
 def sharded_state_dict(
@@ -93,7 +93,7 @@ def sharded_state_dict(
         halves = united(call, made)
         with call.guard() as state, naming_too_deep(halves):
             state.set(described(halves, process_group))
-        meet(call, Topic("describing"))
+        call.barrier("describing")
     return state.value  # type: ignore[no-any-return]
 
 
@@ -276,25 +276,23 @@ def put_together(call: Call, halves: dict[str, Any], plain: Mapping[str, Any]) -
             result[OPTIMIZER][GROUPS] = param_groups.united(groups)
         return result
 
-    everything = call.gather_object(TOGETHER.doing, plain, union)
+    everything = call.gather_object(TOGETHER, plain, union)
     together = filled(halves, everything)
     if OPTIMIZER in together:
         together[OPTIMIZER] = {**together[OPTIMIZER], GROUPS: everything[OPTIMIZER][GROUPS]}
     return together
 
 
-def are_alike(call: Call, value: Attempt[Any], topic: Topic) -> bool:
+def are_alike(call: Call, value: Attempt[Any], doing: str) -> bool:
     """Return whether all ranks have the same value: nested dicts and lists of others. Collective.
 
     Args:
         value: the attempt to make it.
+        doing: the step under way, for errors.
     """
     with call.guard() as digest, naming_too_deep(value.value):
         digest.set(digest_of(values_of(value.value)))
-    with at_first(call, topic, digest) as meeting:
-        if meeting.decides:
-            meeting.answer(len(set(meeting.heard.values())) == 1)
-    return bool(meeting.result)
+    return call.gather_object(doing, digest, lambda digests: len(set(digests.values())) == 1)
 
 
 def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequence[param_groups.Group]:
@@ -303,7 +301,7 @@ def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequenc
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
     """
-    return call.gather_object(TOGETHER.doing, groups, param_groups.united)
+    return call.gather_object(TOGETHER, groups, param_groups.united)
 
 
 def plain_of(halves: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,7 +374,7 @@ def names_lacking(call: Call, held: RankNames) -> RankNames:
             for rank, names in held_by_rank.items()
         }
 
-    others: RankNames = call.scatter_object(COMPARING.doing, held, lacking)
+    others: RankNames = call.scatter_object(COMPARING, held, lacking)
     return others
 
 

@@ -72,11 +72,6 @@ from torch_dcp_backport.transfer._src.layout import (
     whole as whole,
 )
 from torch_dcp_backport.transfer._src.link import BrokenLink as BrokenLink, Link as Link
-from torch_dcp_backport.transfer._src.meet import (
-    Topic as Topic,
-    at_first as at_first,
-    meet as meet,
-)
 from torch_dcp_backport.transfer._src.memories import Memories as Memories, Memory as Memory, move as move
 from torch_dcp_backport.transfer._src.memory import (
     as_bytes as as_bytes,

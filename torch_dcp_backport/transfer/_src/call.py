@@ -545,15 +545,6 @@ class Call:
         device = comm_device_type(self.group, common.device or "cpu")
         return Agreement(tables, common.staging_bytes, device)
 
-    def agree(self, *args: Any, **options: Any) -> Agreement:
-        """Do as `agree_on_wants`: the name that rooms above still use.
-
-        Args:
-            args: of `agree_on_wants`.
-            options: of `agree_on_wants`.
-        """
-        return self.agree_on_wants(*args, **options)
-
     def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
         """Return the common mark of all ranks. Collective.
 
@@ -598,15 +589,6 @@ class Call:
         findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code, so_far=lost or so_far)
         kind = kind or (RuntimeError if so_far == UNCHANGED else TransferError)
         raise_together(self.title, findings, self.cause, kind, so_far)
-
-    def settle(self, *args: Any, **options: Any) -> None:
-        """Do as `agree_on_outcome`: the name that rooms above still use.
-
-        Args:
-            args: of `agree_on_outcome`.
-            options: of `agree_on_outcome`.
-        """
-        self.agree_on_outcome(*args, **options)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
         """Tell the other ranks, in the last agreement, that user code failed on this one.
