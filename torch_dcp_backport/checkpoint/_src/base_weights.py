@@ -9,12 +9,15 @@ from collections.abc import Collection, Mapping
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import layout_of
+from torch_dcp_backport.transfer import Box, layout_of, row_major, whole
 
-#: Elements that are whole numbers of 64 bits at once.
-PIECE = 4 * 2**20
+#: Numbers that are whole numbers of 64 bits at once.
+PIECE = 2**20
+#: Odd, and below 2**63: places of numbers become factors that have nothing to do with each other.
+MULTIPLIER = 0x1E3779B97F4A7C15
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Name -> shape, and the sum of this rank's elements.
@@ -42,21 +45,41 @@ def sums_of(weights: Mapping[str, Any], *, is_first: bool) -> Sums:
 
 
 def _sum_of(tensor: torch.Tensor, is_first: bool) -> int:
-    local, counts = tensor, is_first
+    local, counts, box = tensor, is_first, whole(tuple(tensor.shape))
     if isinstance(tensor, compat.DTensor):
-        place = tensor.device_mesh.get_coordinate()
-        counts = place is not None and not any(place[dim] for dim in layout_of(tensor).replica_dims)
+        layout, rank = layout_of(tensor), dist.get_rank()
+        counts, box = layout.is_first_holder(rank), layout.own_box(rank)
         local = compat.local_part(tensor)
-    if not counts:
+    if not counts or not local.numel():
         return 0
     words = local.detach().contiguous().view(-1)
     words = words.view(WORDS.get(words.element_size(), torch.uint8))
+    per_element = words.numel() // local.numel()
     total = 0
-    for piece in torch.split(words, PIECE):
-        numbers = piece.long()
-        # Whole numbers wrap: the sum does not depend on the order. The square tells apart what has one sum.
-        total += int(numbers.sum()) + 0x9E3779B1 * int((numbers * numbers).sum())
+    for start in range(0, words.numel(), PIECE):
+        numbers = words[start : start + PIECE].long()
+        places = torch.arange(start, start + len(numbers), device=numbers.device)
+        places = _place_in_whole(places, box, tuple(tensor.shape), per_element)
+        # Whole numbers wrap, so the order of a sum does not count. The place of a number does: weights of
+        # another layout (rows of a rotary projection in another order) have the same numbers.
+        places *= MULTIPLIER
+        places ^= places >> 29
+        total += int((numbers * (places | 1)).sum())
     return total
+
+
+def _place_in_whole(places: torch.Tensor, box: Box, shape: tuple[int, ...], per_element: int) -> torch.Tensor:
+    """Return where words stand in a whole tensor, of where they stand in a dense tensor of a box."""
+    strides = row_major(shape)
+    if box.size[1:] == shape[1:]:
+        first = box.offset[0] * strides[0] if shape else 0
+        return places + first * per_element
+    element, word = places // per_element, places % per_element
+    in_whole = torch.zeros_like(places)
+    for extent, offset, stride in zip(reversed(box.size), reversed(box.offset), reversed(strides)):
+        in_whole += (element % extent + offset) * stride
+        element //= extent
+    return in_whole * per_element + word
 
 
 def added(by_rank: Mapping[int, Optional[Sums]]) -> dict[str, str]:
