@@ -148,6 +148,10 @@ def test_what_does_not_fit_is_an_error() -> None:
             engine.linear_log_probs(*asked)
     with pytest.raises(ValueError, match=r"bias has \(28,\), weight \(29, 12\)"):
         engine.linear_log_probs(hidden, weight, labels, bias=parts["bias"][1:])
+    # Only -100 stands for no label.
+    labels = torch.full_like(labels, -5)
+    with pytest.raises(RuntimeError, match="index -5 is out of bounds"):
+        engine.linear_log_probs(hidden, weight, labels)
 
 
 def sharded(api: Any) -> str:

@@ -153,7 +153,7 @@ class _Head(torch.autograd.Function):
             for part in _parts(len(hidden), rows):
                 logs = _logs(hidden[part], weight, bias, None if factor is None else factor[part])
                 own = labels[part]
-                picked = logs.gather(1, own.clamp_min(0)[:, None])[:, 0]
+                picked = logs.gather(1, _numbers(own)[:, None])[:, 0]
                 chosen[part] = picked.masked_fill(own == NO_LABEL, 0.0)
                 if has_entropy:
                     shares = logs.exp()
@@ -203,6 +203,11 @@ def _parts(count: int, rows: int) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
+def _numbers(labels: torch.Tensor) -> torch.Tensor:
+    """Return labels as numbers of tokens; of those that are negative only -100 is none, others are errors."""
+    return labels.masked_fill(labels == NO_LABEL, 0)
+
+
 def _logs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], factor: Optional[torch.Tensor]
 ) -> torch.Tensor:
@@ -230,7 +235,7 @@ def _of_logits(
         grad.addcmul_(shares, of_chosen[:, None], value=-1)
     else:
         grad = shares.mul_(-of_chosen[:, None])
-    return grad.scatter_add_(1, labels.clamp_min(0)[:, None], of_chosen[:, None])
+    return grad.scatter_add_(1, _numbers(labels)[:, None], of_chosen[:, None])
 
 
 class Asked(NamedTuple):
