@@ -6,7 +6,7 @@ A weight is known by a checksum that does not depend on how ranks share it. Must
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,18 @@ PIECE = 2**20
 MULTIPLIER = 0x1E3779B97F4A7C15
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: Name -> shape, and the sum of this rank's elements.
-Sums = Mapping[str, tuple[tuple[int, ...], int]]
+
+class Sum(NamedTuple):
+    """The sum of the elements that a rank has of a weight."""
+
+    shape: tuple[int, ...]
+    #: The lowest of the ranks that have the weight together: those of its mesh, or one that has it whole.
+    holder: int
+    total: int
+
+
+#: By name.
+Sums = Mapping[str, Sum]
 
 
 def parted(model: Mapping[str, Any], frozen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -34,24 +44,24 @@ def parted(model: Mapping[str, Any], frozen: Collection[str]) -> tuple[dict[str,
     return kept, {name: value for name, value in model.items() if name in left_out}
 
 
-def sums_of(weights: Mapping[str, Any], *, is_first: bool) -> Sums:
-    """Return the sums of this rank's elements; each element counts on one rank.
+def sums_of(weights: Mapping[str, Any]) -> dict[str, Sum]:
+    """Return the sums of this rank's elements; of ranks of a mesh with the same elements one counts them.
 
     Args:
         weights: name -> tensor, plain or a DTensor.
-        is_first: whether plain tensors, which every rank has, count here.
     """
-    return {name: (tuple(tensor.shape), _sum_of(tensor, is_first)) for name, tensor in weights.items()}
+    return {name: _sum_of(tensor) for name, tensor in weights.items()}
 
 
-def _sum_of(tensor: torch.Tensor, is_first: bool) -> int:
-    local, counts, box = tensor, is_first, whole(tuple(tensor.shape))
+def _sum_of(tensor: torch.Tensor) -> Sum:
+    shape, rank = tuple(tensor.shape), dist.get_rank() if dist.is_initialized() else 0
+    local, counts, box, holder = tensor, True, whole(shape), rank
     if isinstance(tensor, compat.DTensor):
-        layout, rank = layout_of(tensor), dist.get_rank()
+        layout = layout_of(tensor)
         counts, box = layout.is_first_holder(rank), layout.own_box(rank)
-        local = compat.local_part(tensor)
+        local, holder = compat.local_part(tensor), min(layout.mesh.ranks if layout.mesh else [rank])
     if not counts or not local.numel():
-        return 0
+        return Sum(shape, holder, 0)
     words = local.detach().contiguous().view(-1)
     words = words.view(WORDS.get(words.element_size(), torch.uint8))
     per_element = words.numel() // local.numel()
@@ -59,13 +69,13 @@ def _sum_of(tensor: torch.Tensor, is_first: bool) -> int:
     for start in range(0, words.numel(), PIECE):
         numbers = words[start : start + PIECE].long()
         places = torch.arange(start, start + len(numbers), device=numbers.device)
-        places = _place_in_whole(places, box, tuple(tensor.shape), per_element)
+        places = _place_in_whole(places, box, shape, per_element)
         # Whole numbers wrap, so the order of a sum does not count. The place of a number does: weights of
         # another layout (rows of a rotary projection in another order) have the same numbers.
         places *= MULTIPLIER
         places ^= places >> 29
         total += int((numbers * (places | 1)).sum())
-    return total
+    return Sum(shape, holder, total)
 
 
 def _place_in_whole(places: torch.Tensor, box: Box, shape: tuple[int, ...], per_element: int) -> torch.Tensor:
@@ -83,9 +93,15 @@ def _place_in_whole(places: torch.Tensor, box: Box, shape: tuple[int, ...], per_
 
 
 def added(by_rank: Mapping[int, Optional[Sums]]) -> dict[str, str]:
-    """Return name -> shape and checksum of the whole weight, of all ranks' sums."""
-    totals: dict[str, tuple[tuple[int, ...], int]] = {}
+    """Return name -> shape and checksum of the whole weight, of all ranks' sums.
+
+    Of a weight that several meshes or ranks have whole, such as a tied one of two stages, the first counts.
+    """
+    every: dict[str, dict[int, Sum]] = {}
     for sums in by_rank.values():
-        for name, (shape, own) in (sums or {}).items():
-            totals[name] = (shape, totals.get(name, (shape, 0))[1] + own)
-    return {name: f"{shape} {total % 2**64:016x}" for name, (shape, total) in totals.items()}
+        for name, own in (sums or {}).items():
+            known = every.setdefault(name, {})
+            before = known[own.holder].total if own.holder in known else 0
+            known[own.holder] = own._replace(total=before + own.total)
+    firsts = {name: known[min(known)] for name, known in every.items()}
+    return {name: f"{first.shape} {first.total % 2**64:016x}" for name, first in firsts.items()}

@@ -321,7 +321,7 @@ class FSDPCheckpointManager(ShardedManager):
                     halves = as_dtensors(halves, self.model)
                 if self.saves_lora_only and MODEL in halves:
                     halves[MODEL], below = base_weights.parted(halves[MODEL], frozen_names(self.model))
-                    base = base_weights.sums_of(below, is_first=self.is_first)
+                    base = base_weights.sums_of(below)
                 held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
                 own.set({TIED: tied_names(held), **halves})
             plain = call.attempt(plain_of, own)
@@ -642,12 +642,12 @@ class FSDPCheckpointManager(ShardedManager):
     def check_base(
         self, call: Call, folder: Path, model: Mapping[str, Any], saved: Mapping[str, str]
     ) -> list[str]:
-        """Return the names of the weights that a checkpoint of adapters alone leaves out. Collective.
+        """Return the names of this rank's weights that a checkpoint of adapters alone leaves out. Collective.
 
         Args:
             call: the load.
             folder: the folder of the checkpoint.
-            model: the state dict of today's model, whole.
+            model: the state dict of this rank's model of today, whole.
             saved: the checksum of each weight at the save.
 
         Raises:
@@ -659,7 +659,7 @@ class FSDPCheckpointManager(ShardedManager):
                     f"{folder} has adapters alone ({LORA_ONLY}): exclude and rename are not offered of it"
                 )
             below = {key: value for key, value in model.items() if key in saved}
-            own.set(base_weights.sums_of(below, is_first=self.is_first))
+            own.set(base_weights.sums_of(below))
         now = base_weights.added(call.all_gather_object("adding up the weights below adapters", own))
         for key, expected in saved.items():
             if now.get(key) != expected:
@@ -667,7 +667,8 @@ class FSDPCheckpointManager(ShardedManager):
                     f"{folder} has adapters alone ({LORA_ONLY}), and was saved over other weights: {key} has "
                     f"{now.get(key, 'no weight')} in this model, {expected} at the save"
                 )
-        return list(saved)
+        # A stage of a pipeline has some of them.
+        return [key for key in saved if key in model]
 
     def check_adapters(self, folder: Path) -> None:
         """Refuse adapters that would have another factor than at the save. Runs on the first rank.
