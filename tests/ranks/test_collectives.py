@@ -462,3 +462,34 @@ def test_a_value_that_cannot_be_read_is_an_error_of_the_call_on_every_rank(ranks
     for text in ranks(collectively, unreadable):
         assert "cannot count: 1 problem(s), nothing was changed." in text
         assert "ValueError: of another release" in text
+
+
+def in_another_collective(api: Any, of_failed: str, of_others: str) -> str:
+    with Call("cannot save", "save") as call:
+        collectives: dict[str, Callable[[], Any]] = {
+            "barrier": lambda: call.barrier("waiting", must_agree={"step": "1"}),
+            "gather": lambda: call.gather_object("planning", call.rank, len),
+            "scatter": lambda: call.scatter_object("sharing", call.rank, dict),
+            "all_gather": lambda: call.all_gather_object("counting", "much" * 1000),
+        }
+        with pytest.raises(RuntimeError) as caught:
+            if call.rank == 1:
+                with call.guard("loader"):
+                    raise ValueError("no state")
+                collectives[of_failed]()
+            collectives[of_others]()
+        # The next agreement is one of all again.
+        assert dist.get_world_size() == sum(call_of_all().values())
+    return str(caught.value)
+
+
+def call_of_all() -> Any:
+    with Call("cannot count", "count") as call:
+        return call.all_gather_object("counting", 1)
+
+
+@pytest.mark.parametrize("of_others", ["barrier", "gather", "scatter", "all_gather"])
+@pytest.mark.parametrize("of_failed", ["barrier", "gather", "scatter", "all_gather"])
+def test_a_rank_that_failed_may_be_in_another_collective_than_the_others(ranks, of_failed, of_others):
+    expected = "cannot save: 1 problem(s), nothing was changed.\n  rank 1: ValueError: no state: loader"
+    assert set(ranks(collectively, in_another_collective, of_failed, of_others)) == {expected}

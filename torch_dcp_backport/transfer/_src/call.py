@@ -294,7 +294,7 @@ class Call:
     ) -> None:
         """Raise every rank's problems on every rank, or return once all ranks are here. Collective.
 
-        Takes one small message up and one down the tree of the ranks, or one small all-gather.
+        Takes one small message up and one down the tree of the ranks, or a small all-gather and a broadcast.
 
         Args:
             doing: the step under way: a phase of the report, and words of errors.

@@ -83,13 +83,12 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 
     check_in(group)
     with as_transfer_error(story):
-        common = common_mark_in(mark, group)
+        common = _common_mark_in(mark, group)
     count_agreement(group)
     return common
 
 
-def common_mark_in(mark: Mark, group: Group) -> Mark:
-    """As `agree_on_mark`, within another agreement: its error is the backend's own."""
+def _common_mark_in(mark: Mark, group: Group) -> Mark:
     if is_silent(group):
         return mark
     if takes_collectives(group):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.transfer._src.attempt import Attempt, made_of
-from torch_dcp_backport.transfer._src.consensus import NO_DIGEST, Mark, common_mark_in, share_findings
+from torch_dcp_backport.transfer._src.consensus import NO_DIGEST, share_findings
 from torch_dcp_backport.transfer._src.errors import (
     NOTHING,
     UNCHANGED,
@@ -45,7 +45,6 @@ from torch_dcp_backport.transfer._src.wire import (
     count_agreement,
     device_for,
     gather_bytes,
-    gather_objects,
     gather_rows,
     takes_collectives,
 )
@@ -106,10 +105,8 @@ class Round:
         return Gathered(messages) if is_first else None
 
     def all_gather(self, data: bytes) -> Gathered:
-        """Return every rank's bytes, on every rank, in one step. Only where messages are collectives."""
-        messages = gather_bytes(data, self.group)
-        count_agreement(self.group)
-        return Gathered(messages)
+        """As `gather`, on every rank. Only where messages are collectives; `scatter` follows."""
+        return Gathered(gather_bytes(data, self.group))
 
     def scatter(self, answers: Optional[dict[int, bytes]]) -> bytes:
         """Return this rank's bytes of those that the first rank passes for each rank; the others pass None.
@@ -208,15 +205,26 @@ class ObjectCollective:
             # None from every rank needs no answer.
             values = self.gather(value, must_agree)
             return self.scatter(values, _all_to_each) or dict.fromkeys(call.ranks)
-        # Every rank gets all that was said, and needs no answer.
+        # Every rank gets all that was said. The answer has only problems, and comes all the same: a rank that
+        # failed may be in another collective of objects than these, and each is an all-gather of heads and
+        # a broadcast, so that it hears of the others' there, and they of its problem here.
         message = self._message(value, must_agree)
+        self._round = Round(call.group)
         with self._telling_who_is_gone():
-            gathered = Round(call.group).all_gather(message)
+            gathered = self._round.all_gather(message)
+        values: Mapping[int, Any] = {}
+        findings: Sequence[Finding] = ()
         try:
-            return self._values_in(gathered)
+            values = self._values_in(gathered)
         except Exception as error:
             findings = self._findings_of(error)
-        self._fail(findings)
+        if call.rank == call.ranks[0]:
+            self._heard, self._findings = gathered, findings
+        self.answer({})
+        if findings:
+            # What the first rank can read, and this one cannot.
+            self._fail(findings)
+        return values
 
     def gather(self, value: object, must_agree: Union[Common, Attempt[Common]]) -> Mapping[int, Any]:
         """Return every rank's value, by global rank, on the first rank; nothing on the others.
@@ -273,23 +281,8 @@ class ObjectCollective:
             common = made_of(must_agree)
         # Details travel only where digests differ: what must agree may be a line for each tensor of a model.
         digest = NO_DIGEST if call.problems else _digest((self.doing, sorted(common.items())))
-        if len(call.ranks) == 1 or not takes_collectives(call.group):
-            if self.scatter(self.gather(digest, NOTHING), _are_unlike):
-                self.scatter(self.gather(None, common), dict)
-            return
-        # One small row of each rank, in one all-gather.
-        check_in(call.group)
-        with self._telling_who_is_gone():
-            mark = common_mark_in(Mark(digest, bool(call.problems)), call.group)
-            count_agreement(call.group)
-            findings: Sequence[Finding] = ()
-            if mark.troubled:
-                findings = share_findings(call.findings, call.group)
-            elif mark.digest != digest:
-                rows = gather_objects((self.doing, common), call.group)
-                findings = self._unlike(dict(zip(call.ranks, rows)))
-        if findings:
-            self._fail(findings)
+        if self.scatter(self.gather(digest, NOTHING), _are_unlike):
+            self.scatter(self.gather(None, common), dict)
 
     # --- messages ---
 
