@@ -94,7 +94,10 @@ class Slotted:
     [
         ({"save_content": ["model"]}, "no save_content: .*did you mean save_contents"),
         ({"asnyc_save": True}, "no asnyc_save: .*did you mean async_save"),
-        ({"load_contents": ["model"], "contents": ["model"]}, "no contents: there are save_contents"),
+        (
+            {"load_contents": ["model"], "contents": ["model"]},
+            "there are save_contents, .* save_lora_only",
+        ),
         (types.SimpleNamespace(loadcontents=["model"]), "did you mean load_contents"),
         (Misspelt(), "did you mean async_save"),
         (Named(), "did you mean async_save"),

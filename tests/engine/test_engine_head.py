@@ -267,6 +267,18 @@ def without_effect(api: Any, folder: Path) -> list[str]:
     return texts
 
 
+def test_a_pass_without_labels_proves_nothing_of_a_head() -> None:
+    """Every log-probability is 0 there, under any factor."""
+    model = torch.nn.Linear(3, 5, bias=False)
+    head, hidden = fused.FusedHead(model, 64), torch.ones(2, 3)
+    with head.asking(fused.Asked(torch.full((2,), -100), None, False)):
+        head.results(2 * model(hidden), model)
+    with head.asking(fused.Asked(torch.zeros(2, dtype=torch.long), None, False)):
+        logits = 2 * model(hidden)
+        with pytest.raises(RuntimeError, match="a Linear changes the logits behind its head"):
+            head.results(logits, model)
+
+
 def test_a_model_without_such_a_head_says_so(ranks: Any, tmp_path: Path) -> None:
     small.write(tmp_path / "m")
     first, *others = ranks(without_effect, tmp_path / "m")

@@ -156,7 +156,7 @@ def test_what_is_frozen_is_in_no_group() -> None:
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("kind", ["linear", "inverse_sqrt", "wsd"])
 def test_rates_are_those_of_transformers(kind: str, warmup: int) -> None:
-    from transformers import optimization
+    optimization = pytest.importorskip("transformers.optimization", reason="transformers")
 
     def rates(make: Any) -> list[float]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)

@@ -286,15 +286,14 @@ def test_source_and_target_apart(tmp_path, model):
     assert verify(out) == []
 
 
-def test_what_stands_beside_a_checkpoint_is_not_replaced_with_it(tmp_path, model):
+@pytest.mark.parametrize("name", ["notes.txt", ".env"])
+def test_what_stands_beside_a_checkpoint_is_not_replaced_with_it(tmp_path, model, name):
     out = tmp_path / "ckpt"
     convert(model, out)
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(
-        CheckpointingException, match=r"beside the checkpoint it has notes.txt: move that away"
-    ):
+    (out / name).write_text("mine")
+    with pytest.raises(CheckpointingException, match=f"beside the checkpoint it has {name}: move that away"):
         convert(model, out, how=hf.Export(overwrite=True))
-    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / name).read_text() == "mine"
     assert verify(out) == []
 
 

@@ -337,3 +337,24 @@ def test_an_optimizer_that_was_made_before_fsdp1(api: Any) -> None:
         state = {"state": {}, "param_groups": [{"params": ["weight"], "lr": 0.5}]}
         with pytest.raises(RuntimeError, match="make the optimizer after them"):
             api.set_optimizer_state_dict(model, early, state, options=options)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@on_ranks(world=2)
+def test_an_empty_dict_on_one_rank_of_fsdp1_is_an_error_on_both(api: Any, full: bool) -> None:
+    """FSDP1's own loading communicates: the rank with a dict would wait for the other one."""
+    model = FSDP1(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    optim = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    options = api.StateDictOptions(full_state_dict=full)
+    of_model, of_optimizer = api.get_state_dict(model, optim, options=options)
+    with pytest.raises(RuntimeError, match="rank 1: the optimizer state dict is empty"):
+        api.set_state_dict(
+            model,
+            optim,
+            model_state_dict=of_model,
+            optim_state_dict={} if dist.get_rank() == 1 else of_optimizer,
+            options=options,
+        )

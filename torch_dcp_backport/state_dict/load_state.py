@@ -67,13 +67,12 @@ def load_state(
     if info.full_state_dict and not info.fsdp_modules:
         problems = [problem for problem in (of_model, of_optimizers) if problem]
         return load_full_state(model, optimizers, model_dict, optim_dict, info, problems)
-    # FSDP1 and shards: torch's own loading code writes, the optimizers' first. A bad dict of whole tensors is
-    # an error on all ranks.
-    if of_model and not info.full_state_dict:
-        raise RuntimeError(str(of_model))
-    if of_optimizers:
-        raise RuntimeError(str(of_optimizers))
-    prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
+    # FSDP1 and shards: torch's own loading code writes, the optimizers' first. Under FSDP1 that code
+    # communicates, so a bad dict of one rank is an error on all of them.
+    problem = of_optimizers if info.full_state_dict else of_model or of_optimizers
+    if problem and not (info.handle_optim and info.fsdp_modules):
+        raise RuntimeError(str(problem))
+    prepared = prepare_parts(model, optimizers, optim_dict, info, problem) if info.handle_optim else []
     load_parts(prepared)
     try:
         return load_model_state(model, model_dict, info, of_model)

@@ -329,9 +329,7 @@ class FSDPCheckpointManager(ShardedManager):
             halves = own.value if are_alike else put_together(call, own.value, plain.value)
             sums: dict[str, str] = {}
             if self.saves_lora_only:
-                sums = base_weights.added(
-                    call.all_gather_object("adding up the weights below adapters", base)
-                )
+                sums = call.gather_object("adding up the weights below adapters", base, base_weights.added)
         if self.should_save_ours:
             with self.saving_state(folder / SHARDED, step, schedule) as parts:
                 parts.update(described(halves, self.process_group))
@@ -660,7 +658,7 @@ class FSDPCheckpointManager(ShardedManager):
                 )
             below = {key: value for key, value in model.items() if key in saved}
             own.set(base_weights.sums_of(below))
-        now = base_weights.added(call.all_gather_object("adding up the weights below adapters", own))
+        now = call.gather_object("adding up the weights below adapters", own, base_weights.added)
         for key, expected in saved.items():
             if now.get(key) != expected:
                 raise CheckpointingException(

@@ -70,14 +70,15 @@ CONTENTS = ("model", "optimizer", "extra")
 HF_MODEL = "hf_model"
 #: Files of verl's own manager beside ours, or alone: of the contents named with it, or of all three.
 VERL = "verl"
+#: verl's setting for checkpoints of adapters alone, which not every manager offers.
+LORA_ONLY = "save_lora_only"
 #: The settings of a checkpoint_config; and verl's that change nothing here, with the values that ask for
-#: nothing, and the reason; and verl's that is refused where it asks for something.
-SETTINGS = ("save_contents", "load_contents", "async_save")
+#: nothing, and the reason.
+SETTINGS = ("save_contents", "load_contents", "async_save", LORA_ONLY)
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mbridge_config": ((None, {}), "weights are converted by this package's own tables, not by mbridge"),
     "strict": ((None, True), "an export is complete, or an error"),
 }
-LORA_ONLY = "save_lora_only"
 
 
 class Stateful(Protocol):
@@ -472,7 +473,7 @@ def unused_settings(config: Any) -> list[str]:
     """
     texts = []
     for name in names_in(config):
-        if name in SETTINGS or name == LORA_ONLY or name.startswith("_"):
+        if name in SETTINGS or name.startswith("_"):
             continue
         value = setting(config, name)
         if name not in UNUSED:

@@ -311,7 +311,8 @@ class FusedHead:
                     f"a {type(model).__name__} changes the logits behind its head, or has other ones: "
                     "use_fused_kernels=True would leave that out; take use_fused_kernels=False"
                 )
-            self.is_checked = True
+            # Zeros, of tokens without labels, are alike under any factor.
+            self.is_checked = bool(logits.detach().any())
         found = {"log_probs": logits[..., 0]}
         if self.asked.has_entropy:
             found["entropy"] = logits[..., 1]

@@ -20,8 +20,10 @@ from torch_dcp_backport.megatron._src.conversion import CANNOT_CONVERT
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import NEW, OLD, InRoom, discarding
 
-#: What is at the top of a sharded checkpoint; hidden files of a file system do not count.
-OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
+#: What is at the top of a sharded checkpoint, and hidden files that a file system itself makes.
+OF_A_CHECKPOINT = re.compile(
+    rf"\.metadata|\.nfs\w+|\.snapshot|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}"
+)
 
 
 def check_apart(folder: Path, out: Path) -> None:
