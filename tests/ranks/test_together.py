@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked import HOWS, WRAPPERS, Tower, error_of, given, options, unwrapped, whole_state, wrapped
-from models import local_of
+from models import fully_shard, local_of
 from pool import on_ranks
 from test_bad_input import same_everywhere
 from torch import nn
@@ -281,3 +281,37 @@ def test_what_lives_on_the_host_is_made_there(api: Any, offload: str) -> None:
     devices = {destination.device.type for destination in plan.destinations.values()}
     assert devices == ({"meta"} if offload == "no" else {"cpu"}), devices
     assert bool(asked) == (offload == "no")
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks()
+def test_an_optimizer_of_parameters_on_the_meta_device_is_refused(
+    api: Any, wrapper: str, broadcast: bool
+) -> None:
+    """The load would make other parameters, and the optimizer would train those on the meta device."""
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    trained = torch.optim.Adam(whole.parameters())
+    whole(torch.ones(1, 4)).sum().backward()
+    trained.step()
+    of_model, of_optimizer = api.get_state_dict(whole, trained)
+    with torch.device("meta"):
+        model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if wrapper == "fsdp2":
+        model = fully_shard(model) or model
+    is_given = dist.get_rank() == 0 or not broadcast
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    optim = torch.optim.Adam(model.parameters())
+    with pytest.raises(RuntimeError, match=r"make the optimizer after it.*: 0\.weight \(4 of them\)"):
+        api.set_state_dict(
+            model,
+            optim,
+            model_state_dict=of_model if is_given else {},
+            optim_state_dict=of_optimizer if is_given else {},
+            options=options,
+        )
+    assert all(param.is_meta for param in model.parameters())
+    api.set_model_state_dict(model, of_model if is_given else {}, options=options)
+    optim = torch.optim.Adam(model.parameters())
+    api.set_optimizer_state_dict(model, optim, of_optimizer if is_given else {}, options=options)
+    assert {id(param) for param in optim.state} == {id(param) for param in model.parameters()}

@@ -97,7 +97,9 @@ def load_full_state(
     """
     parts: dict[str, tuple[Planner, StateSource]] = {}
     copies = None
+    optimizers = optimizers if info.handle_optim else ()
     if info.handle_model:
+        problems += meta_problems(model, optimizers)
         outline = outline_for_load(model, info, problems)
         copies = copies_of(outline, model_dict) if not problems else None
         if copies is None:
@@ -109,8 +111,27 @@ def load_full_state(
     # The copies of a plain model come between the check of the optimizers' states and the first write to
     # them: what is wrong with the states is found before the model changes.
     copy = (lambda: None) if copies is None else functools.partial(copy_all, TITLE, copies)
-    optimizers = optimizers if info.handle_optim else ()
     return load_together(model, optimizers, optim_dict, info, problems, parts, copy)
+
+
+def meta_problems(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Problem]:
+    """Return the problem of optimizers whose parameters the load of the model replaces.
+
+    A load makes parameters in the place of those on the meta device. The optimizers would keep the ones on
+    the meta device, get their states there, and train nothing.
+    """
+    held = {param for optim in optimizers for group in optim.param_groups for param in group["params"]}
+    names = [name for name, param in model.named_parameters() if param.is_meta and param in held]
+    if not names:
+        return []
+    return [
+        Problem(
+            "an optimizer has parameters on the meta device, and the load makes others in their place: load "
+            "the model first, make the optimizer after it, then load its states",
+            names[0],
+            f"{len(names)} of them",
+        )
+    ]
 
 
 @torch.no_grad()

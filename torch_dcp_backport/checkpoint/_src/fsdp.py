@@ -658,13 +658,17 @@ class FSDPCheckpointManager(ShardedManager):
                 )
             below = {key: value for key, value in model.items() if key in saved}
             own.set(base_weights.sums_of(below))
-        now = call.gather_object("adding up the weights below adapters", own, base_weights.added)
-        for key, expected in saved.items():
-            if now.get(key) != expected:
-                raise CheckpointingException(
-                    f"{folder} has adapters alone ({LORA_ONLY}), and was saved over other weights: {key} has "
-                    f"{now.get(key, 'no weight')} in this model, {expected} at the save"
-                )
+
+        def compared(sums_by_rank: Mapping[int, base_weights.Sums]) -> None:
+            now = base_weights.added(sums_by_rank)
+            for key, expected in saved.items():
+                if now.get(key) != expected:
+                    raise CheckpointingException(
+                        f"{folder} has adapters alone ({LORA_ONLY}), and was saved over other weights: {key} "
+                        f"has {now.get(key, 'no weight')} in this model, {expected} at the save"
+                    )
+
+        call.gather_object("adding up the weights below adapters", own, compared)
         # A stage of a pipeline has some of them.
         return [key for key in saved if key in model]
 
