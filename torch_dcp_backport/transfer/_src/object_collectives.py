@@ -203,8 +203,8 @@ class ObjectCollective:
         call = self.call
         if len(call.ranks) == 1 or not takes_collectives(call.group):
             # None from every rank needs no answer.
-            values = self.gather(value, must_agree)
-            return self.scatter(values, _all_to_each) or dict.fromkeys(call.ranks)
+            received = self.gather(value, must_agree)
+            return self.scatter(received, _all_to_each) or dict.fromkeys(call.ranks)
         # Every rank gets all that was said. The answer has only problems, and comes all the same: a rank that
         # failed may be in another collective of objects than these, and each is an all-gather of heads and
         # a broadcast, so that it hears of the others' there, and they of its problem here.
