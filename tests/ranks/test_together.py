@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 from hooked import HOWS, WRAPPERS, Tower, error_of, given, options, unwrapped, whole_state, wrapped
 from models import fully_shard, local_of
 from pool import on_ranks
@@ -286,32 +287,35 @@ def test_what_lives_on_the_host_is_made_there(api: Any, offload: str) -> None:
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
 @on_ranks()
-def test_an_optimizer_of_parameters_on_the_meta_device_is_refused(
+def test_an_optimizer_of_parameters_on_the_meta_device_is_named(
     api: Any, wrapper: str, broadcast: bool
 ) -> None:
-    """The load would make other parameters, and the optimizer would train those on the meta device."""
+    """The load makes other parameters, and the optimizer would train those on the meta device."""
     whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    trained = torch.optim.Adam(whole.parameters())
+    optim = torch.optim.Adam(whole.parameters())
     whole(torch.ones(1, 4)).sum().backward()
-    trained.step()
-    of_model, of_optimizer = api.get_state_dict(whole, trained)
+    optim.step()
+    of_model, of_optimizer = api.get_state_dict(whole, optim)
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if wrapper == "fsdp2":
         model = fully_shard(model) or model
     is_given = dist.get_rank() == 0 or not broadcast
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    optim = torch.optim.Adam(model.parameters())
-    with pytest.raises(RuntimeError, match=r"make the optimizer after it.*: 0\.weight \(4 of them\)"):
-        api.set_state_dict(
-            model,
-            optim,
-            model_state_dict=of_model if is_given else {},
-            optim_state_dict=of_optimizer if is_given else {},
-            options=options,
-        )
-    assert all(param.is_meta for param in model.parameters())
-    api.set_model_state_dict(model, of_model if is_given else {}, options=options)
-    optim = torch.optim.Adam(model.parameters())
-    api.set_optimizer_state_dict(model, optim, of_optimizer if is_given else {}, options=options)
-    assert {id(param) for param in optim.state} == {id(param) for param in model.parameters()}
+    states = {
+        "model_state_dict": of_model if is_given else {},
+        "optim_state_dict": of_optimizer if is_given else {},
+        "options": api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast),
+    }
+    early = torch.optim.Adam(model.parameters())
+    with heard("state_dict") as lines:
+        api.set_state_dict(model, early, **states)
+    (line,) = lines if dist.get_rank() == 0 else ("4 parameter(s) (0.weight, ...)",)
+    assert "4 parameter(s)" in line
+    assert "(0.weight, ...)" in line
+    assert all(param.is_meta for group in early.param_groups for param in group["params"])
+    # Made after the load, it has the model's, and nothing is said.
+    late = torch.optim.Adam(model.parameters())
+    with heard("state_dict") as lines:
+        api.set_state_dict(model, late, **states)
+    assert lines == []
+    assert {id(param) for param in late.state} == {id(param) for param in model.parameters()}

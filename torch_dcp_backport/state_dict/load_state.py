@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, TypeVar, cast
 
@@ -30,7 +31,9 @@ from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.run import run
 from torch_dcp_backport.state_dict.source import Sources, StateSource
 from torch_dcp_backport.state_dict.together import PlannerTogether
-from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer import Problem, warn_on_first
+
+logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 Loader = TypeVar("Loader", bound=Callable[..., Any])
 
@@ -98,8 +101,9 @@ def load_full_state(
     parts: dict[str, tuple[Planner, StateSource]] = {}
     copies = None
     optimizers = optimizers if info.handle_optim else ()
+    held: dict[str, nn.Parameter] = {}
     if info.handle_model:
-        problems += meta_problems(model, optimizers)
+        held = held_on_meta(model, optimizers)
         outline = outline_for_load(model, info, problems)
         copies = copies_of(outline, model_dict) if not problems else None
         if copies is None:
@@ -111,27 +115,33 @@ def load_full_state(
     # The copies of a plain model come between the check of the optimizers' states and the first write to
     # them: what is wrong with the states is found before the model changes.
     copy = (lambda: None) if copies is None else functools.partial(copy_all, TITLE, copies)
-    return load_together(model, optimizers, optim_dict, info, problems, parts, copy)
+    keys = load_together(model, optimizers, optim_dict, info, problems, parts, copy)
+    warn_of_replaced(model, held)
+    return keys
 
 
-def meta_problems(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Problem]:
-    """Return the problem of optimizers whose parameters the load of the model replaces.
-
-    A load makes parameters in the place of those on the meta device. The optimizers would keep the ones on
-    the meta device, get their states there, and train nothing.
-    """
+def held_on_meta(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of a model that is on the meta device, and that an optimizer holds."""
     held = {param for optim in optimizers for group in optim.param_groups for param in group["params"]}
-    names = [name for name, param in model.named_parameters() if param.is_meta and param in held]
-    if not names:
-        return []
-    return [
-        Problem(
-            "an optimizer has parameters on the meta device, and the load makes others in their place: load "
-            "the model first, make the optimizer after it, then load its states",
-            names[0],
-            f"{len(names)} of them",
+    return {name: param for name, param in model.named_parameters() if param.is_meta and param in held}
+
+
+def warn_of_replaced(model: nn.Module, held: Mapping[str, nn.Parameter]) -> None:
+    """Warn of optimizers that hold parameters which a load has replaced: they train nothing.
+
+    Args:
+        model: the model, loaded.
+        held: name -> parameter on the meta device that an optimizer held before the load.
+    """
+    now = dict(model.named_parameters()) if held else {}
+    replaced = [name for name, param in held.items() if now.get(name) is not param]
+    if replaced:
+        warn_on_first(
+            logger,
+            f"set_state_dict made {len(replaced)} parameter(s) in the place of those on the meta device "
+            f"({replaced[0]}, ...), and the optimizer still holds those: its steps train nothing. Load the "
+            "model first, make the optimizer after it, then load its states",
         )
-    ]
 
 
 @torch.no_grad()
