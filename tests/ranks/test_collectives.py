@@ -458,6 +458,20 @@ def unreadable(api: Any) -> str:
     return str(caught.value)
 
 
+def unreadable_answer(api: Any) -> str:
+    call = Call("cannot count", "count", kind=CollectiveError)
+    with pytest.raises(CollectiveError) as caught:
+        call.gather_object("counting", 0, lambda _: Unreadable())
+    assert isinstance(caught.value.__cause__, ValueError)
+    return str(caught.value)
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_of_the_call_on_every_rank(ranks):
+    for rank, text in enumerate(ranks(collectively, unreadable_answer)):
+        assert "cannot count: 1 problem(s), nothing was changed." in text
+        assert f"rank {rank}: ValueError: of another release" in text
+
+
 def test_a_value_that_cannot_be_read_is_an_error_of_the_call_on_every_rank(ranks):
     for text in ranks(collectively, unreadable):
         assert "cannot count: 1 problem(s), nothing was changed." in text

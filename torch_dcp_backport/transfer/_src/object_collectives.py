@@ -271,7 +271,12 @@ class ObjectCollective:
         findings, result = pickle.loads(reply)
         if findings:
             self._fail([(rank, Problem(*problem)) for rank, problem in findings])
-        return pickle.loads(result)
+        try:
+            return pickle.loads(result)
+        except Exception as error:
+            findings = self._findings_of(error)
+        # Where each rank has an answer of its own, the others have theirs, and go on.
+        self._fail(findings)
 
     def barrier(self, must_agree: Union[Common, Attempt[Common]]) -> None:
         """Raise every rank's problems on every rank, or what must agree and does not."""
@@ -329,7 +334,7 @@ class ObjectCollective:
     # --- errors ---
 
     def _findings_of(self, error: Exception) -> list[Finding]:
-        """Return the findings of an error of the first rank."""
+        """Return the findings of an error of this rank in the agreement."""
         if isinstance(error, Refusal):
             return error.findings
         self.call.cause = error
