@@ -20,7 +20,7 @@ from torch_dcp_backport.transfer._src import object_collectives, tree
 from torch_dcp_backport.transfer._src.attempt import Attempt
 from torch_dcp_backport.transfer._src.call import gc_context
 from torch_dcp_backport.transfer._src.errors import CollectiveError
-from torch_dcp_backport.transfer._src.object_collectives import Refusal, saying
+from torch_dcp_backport.transfer._src.object_collectives import Refusal, describing_files
 
 WORLD = 4
 #: Of the rank that is told as gone.
@@ -245,7 +245,7 @@ def numbers_fail(call: Call, rank: int) -> Any:
 
 
 def said(call: Call, rank: int) -> Any:
-    with saying("step 3 is there"):
+    with describing_files("step 3 is there"):
         many_fail(call, rank)
 
 
@@ -443,7 +443,7 @@ def test_a_rank_that_is_gone_is_named(pool: Pool, victim: int, kind: str, text: 
 
 def told_within_a_save(_: Any) -> None:
     """The first rank is killed while it publishes, in a save whose errors say that nothing was saved."""
-    with begin() as call, saying("step 3 was not saved"):
+    with begin() as call, describing_files("step 3 was not saved"):
         if call.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         try:

@@ -248,7 +248,7 @@ class BroadcastLoad(Load):
         # Loading code of one rank may fail before it comes here, while the others wait for the stage. So each
         # stage begins with an agreement, in which its problem travels: no rank waits for tensors in vain.
         stage = self.pending.pop(0)
-        self.call.is_settled = True
+        self.call.is_in_collective = True
         terms = Terms(device=self.agreement.device, user_code=True, relays=self.relays is not None)
         wants = wants_of(self.destinations_of(stage))
         self.agreement = self.call.agree_on_wants(wants, terms, so_far=self.so_far())
@@ -257,7 +257,7 @@ class BroadcastLoad(Load):
     def move(self, stage: str) -> None:
         # From here on a failure reaches all ranks in the move itself, or the group is broken: an error
         # must not begin another collective, which the other ranks are not in (`Call.tell`).
-        self.call.is_settled = True
+        self.call.is_in_collective = True
         targets: dict[Key, Target] = {}
         wanted = {
             key for table in self.agreement.tables for key, want in table.wants.items() if want.stage == stage
@@ -266,7 +266,7 @@ class BroadcastLoad(Load):
             targets = self.targets_of(stage)
         if self.values is not None:
             # Copies from memory can fail on one rank alone.
-            self.call.is_settled = False
+            self.call.is_in_collective = False
             self.move_values(self.values, targets)
         else:
             offer = Offer(
@@ -276,7 +276,7 @@ class BroadcastLoad(Load):
             )
             scatter(self.call, offer, targets, self.agreement, self.relays)
             self.give(targets)
-        self.call.is_settled = False
+        self.call.is_in_collective = False
 
     def move_values(self, values: inline.InlineReader, targets: Mapping[Key, Target]) -> None:
         """Fill all targets from what came with the inventory."""

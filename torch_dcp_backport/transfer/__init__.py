@@ -89,7 +89,7 @@ from torch_dcp_backport.transfer._src.object_collectives import (
     Refusal as Refusal,
     largest_answer as largest_answer,
     fail as fail,
-    saying as saying,
+    describing_files as describing_files,
 )
 from torch_dcp_backport.transfer._src.once import warn_once as warn_once
 from torch_dcp_backport.transfer._src.plan import (

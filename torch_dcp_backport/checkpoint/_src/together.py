@@ -37,7 +37,7 @@ from torch_dcp_backport.transfer import (
     Group,
     Meter,
     Problem,
-    saying,
+    describing_files,
     settings,
 )
 
@@ -269,7 +269,7 @@ def draft_of(
         call.barrier("making the draft", so_far=outlook)
     begun = Begun(asked, draft, Writing(Path(name), outlook, asked.torch_metadata))
     group = call.group if call.groups else None
-    with discarding(draft), saying(outlook), naming_loss(draft, group):
+    with discarding(draft), describing_files(outlook), naming_loss(draft, group):
         with call.guard(), begun.writing.is_open():
             yield begun
         publish_together(call, "writing", begun, then)
@@ -334,7 +334,7 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
     """
     so_far = begun.writing.outlook
     save = begin(CANNOT_SAVE, "save", group)
-    with discarding(begun.draft), saying(so_far), naming_loss(begun.draft, group), save as call:
+    with discarding(begun.draft), describing_files(so_far), naming_loss(begun.draft, group), save as call:
         call.problems += map(call.problem_of, begun.writing.failures)
         # Once all have written: a file may be written by another rank than its name says.
         call.barrier("writing in the background", so_far=so_far)

@@ -298,7 +298,7 @@ class Loading:
                     raise RuntimeError(str(error)) from error
                 # Every rank has it, or ranks are out of step with messages under way: no other may follow.
                 agreed = CheckpointingException(str(error))
-                agreed.heard_by = self.call.ranks
+                agreed.raised_on = self.call.ranks
                 raise agreed from error
             if shared.failure is not None:
                 raise shared.failure

@@ -77,7 +77,7 @@ class AllGather(Engine):
         self.is_collective = not is_copied and len(call.ranks) > 1
         self.place = call.ranks.index(call.rank)
 
-    def story(self) -> str:
+    def failure_text(self) -> str:
         verb, pieces = self.doing
         doing = spell_doing(verb, (piece.key for piece in pieces))
         return f"{self.call.title}: broken off while {doing}"

@@ -1,6 +1,6 @@
 """One collective call: its title, its ranks, and the problems so far.
 
-A rank that fails inside it still takes part in the call's agreement, and every rank hears of it there.
+A rank that fails inside it still takes part in the call's agreement, and every rank gets its problem there.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ class Call:
         self._failed: weakref.WeakSet[Attempt[Any]] = weakref.WeakSet()
         #: Whether code outside torch takes part in what is left to do, on any rank.
         self.user_code = False
-        #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
-        self.is_settled = False
+        #: Whether all ranks are in the same collective: a failure reaches the others there. This rank must
+        #: not begin another agreement then: it would wait for ranks that never come to it.
+        self.is_in_collective = False
         self._held = contextlib.ExitStack()
 
     @property
@@ -203,8 +204,8 @@ class Call:
             self._failed.add(made)
             if is_known:
                 return
-            heard_by = getattr(error, "heard_by", ())
-            if heard_by and isinstance(error, self.kind) and set(self.ranks) <= set(heard_by):
+            raised_on = getattr(error, "raised_on", ())
+            if raised_on and isinstance(error, self.kind) and set(self.ranks) <= set(raised_on):
                 raise
             self.record(self.problem_of(error, key), error)
         finally:
@@ -263,7 +264,7 @@ class Call:
             self.cause = error
 
     def raise_alone(self) -> None:
-        """Raise this rank's problems here, where no message follows in which all could hear of them.
+        """Raise this rank's problems here, where no message follows that could bring them to the others.
 
         Raises:
             RuntimeError: this rank has problems.
@@ -597,7 +598,7 @@ class Call:
             error: the exception; it gets a note that says what was written.
             so_far: returns the text of what was written on this rank.
         """
-        if not self.user_code or not self.groups or self.is_settled:
+        if not self.user_code or not self.groups or self.is_in_collective:
             return
         problem = problem_of(error)
         # Now, in case that the other ranks never reach the agreement.

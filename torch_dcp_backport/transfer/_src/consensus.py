@@ -76,13 +76,13 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
     """
     ranks = group_ranks(group)
 
-    def story() -> str:
+    def failure_text() -> str:
         if dist.get_rank() == ranks[0]:
             return f"{so_far}; no agreement with {spell(absent(group) or ranks[1:])}"
         return f"{so_far}; no agreement with {spell(ranks[:1])}, which may be waiting for another rank itself"
 
     check_in(group)
-    with as_transfer_error(story):
+    with as_transfer_error(failure_text):
         common = _common_mark_in(mark, group)
     count_agreement(group)
     return common
@@ -96,10 +96,10 @@ def _common_mark_in(mark: Mark, group: Group) -> Mark:
         return common_mark([Mark.from_bytes(bytes_of(row)) for row in rows])
     tree = Tree(group)
     # Ranks mostly have the same one.
-    heard = tree.reduce({mark}, lambda marks: set[Mark]().union(*marks))
-    if heard is not None and heard[1]:
-        tree.end(heard[1][0])
-    common = None if heard is None else common_mark(list(heard[0]))
+    reduced = tree.reduce({mark}, lambda marks: set[Mark]().union(*marks))
+    if reduced is not None and reduced[1]:
+        tree.end(reduced[1][0])
+    common = None if reduced is None else common_mark(list(reduced[0]))
     return Mark.from_bytes(tree.broadcast(b"" if common is None else common.to_bytes()))
 
 

@@ -1,4 +1,4 @@
-"""The common part of all transfers: chunks through buffers in turn, their counts, and the story of an error.
+"""The common part of all transfers: chunks through buffers in turn, their counts, and the text of an error.
 
 Knows no plan: scatter, gather and exchange say which pieces go where.
 """
@@ -72,7 +72,7 @@ class Engine:
         self.tally = call.tally
         #: Whether all that moves goes to all ranks, of several, on an accelerator's backend.
         self.is_collective = False
-        #: Is told of the first error of this rank's copies after all messages; ranks agree on it then.
+        #: Called after all messages, with the first error of this rank's copies; ranks agree on it then.
         self.failed: Optional[Callable[[Failure], object]] = None
         #: The first error of this rank's copies, where others still wait for its messages.
         self.failure: Optional[Failure] = None
@@ -104,7 +104,7 @@ class Engine:
             self.staging, self.tally.staging_budget = self.prepare(nbytes)
         # In the frame of an error, and so there as long as it: chunks on their way to other ranks arrive.
         ring = self.ring  # noqa: F841
-        with self.tally.phase("move"), as_transfer_error(self.story):
+        with self.tally.phase("move"), as_transfer_error(self.failure_text):
             try:
                 if len(self.ranks) > 1:
                     open_lane(self.staging.device, self.group)
@@ -158,7 +158,7 @@ class Engine:
     def allocate(self, budget: int) -> Staging:
         return Staging(device_in(self.group, self.agreement.device), self.staging_bytes(budget))
 
-    def story(self) -> str:
+    def failure_text(self) -> str:
         verb, pieces = self.doing
         doing = verb, (piece.key for piece in pieces)
         return f"{self.call.title}: {spell_broken_off(self.rank, doing, self.written)}"
@@ -249,7 +249,7 @@ class Engine:
         """Copy; where others wait for this rank's messages, keep the first error, and copy no more.
 
         So it is between collectives of an accelerator, where nothing else would end their wait well (NCCL's
-        watchdog ends the whole job after the group's timeout), and where `failed` is told.
+        watchdog ends the whole job after the group's timeout), and where there is a `failed` to call.
         """
         if not self.is_collective and self.failed is None:
             return copy()
@@ -259,14 +259,14 @@ class Engine:
                 return copy()
             except Exception as error:
                 self.failure = Failure(error, self.staging.at)
-                # Now, too: the other ranks may be gone before they hear of it.
+                # Now, too: the other ranks may be gone before the agreement brings it to them.
                 logger.error("%s: %s", self.call.title, problem_of(*self.failure))
         return None
 
     def conclude(self) -> None:
         """The end of all messages: no rank takes for loaded what another one could not copy.
 
-        After collectives all ranks agree on that here; where `failed` is told, its caller has them agree.
+        After collectives all ranks agree on that here; where there is a `failed`, its caller has them agree.
 
         Raises:
             TransferError: on every rank, if copies of one failed.

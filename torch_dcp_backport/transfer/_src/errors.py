@@ -159,7 +159,7 @@ def spell_doing(verb: str, keys: Iterable[Hashable]) -> str:
 
 
 def spell_broken_off(rank: int, doing: tuple[str, Iterable[Hashable]], written: Iterable[Hashable]) -> str:
-    """Return the story of a transfer that broke off on this rank.
+    """Return what an error says of a transfer that broke off on this rank.
 
     Args:
         rank: this rank.
@@ -205,13 +205,13 @@ def raise_together(
 class CollectiveError(Exception):
     """An error whose text stands alone, the same on every rank; the base of errors of rooms above."""
 
-    #: The global ranks that have heard of it; none where the first rank itself is gone.
-    heard_by: tuple[int, ...] = ()
+    #: The global ranks on which it is raised; none where it may be another error on some of them.
+    raised_on: tuple[int, ...] = ()
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all ranks of the call that raised it have heard of it."""
-        return bool(self.heard_by)
+        """Whether it is raised on all ranks of its call."""
+        return bool(self.raised_on)
 
 
 class TransferError(RuntimeError):
@@ -219,11 +219,11 @@ class TransferError(RuntimeError):
 
 
 @contextlib.contextmanager
-def as_transfer_error(story: Callable[[], str]) -> Iterator[None]:
-    """Turn an error into a `TransferError` that begins with `story()`."""
+def as_transfer_error(failure_text: Callable[[], str]) -> Iterator[None]:
+    """Turn an error into a `TransferError` that begins with `failure_text()`."""
     try:
         yield
     except TransferError:
         raise
     except Exception as error:
-        raise TransferError(f"{story()}: {error}") from error
+        raise TransferError(f"{failure_text()}: {error}") from error

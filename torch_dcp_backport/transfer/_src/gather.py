@@ -121,7 +121,7 @@ class Gather(Engine):
         self.to = to
         self.slots = slots_of(call.ranks)
 
-    def story(self) -> str:
+    def failure_text(self) -> str:
         verb, pieces = self.doing
         return f"{TITLE}: broken off while {spell_doing(verb, (piece.key for piece in pieces))}"
 

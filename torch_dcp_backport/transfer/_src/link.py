@@ -22,7 +22,7 @@ class BrokenLink(Exception):
 class Link:
     """This rank's end of a connection. Each end opens its own, in any order.
 
-    An end that is closed breaks the connection: the other end hears of it in its next message.
+    An end that is closed breaks the connection: the other end finds out at its next message.
     """
 
     def __init__(self, name: str, source: int, target: int, seconds: float) -> None:

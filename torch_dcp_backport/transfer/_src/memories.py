@@ -31,7 +31,7 @@ class Memories(NamedTuple):
     target: Memory
     #: The state after an exchange that broke off, for its error; by default it names the written keys.
     left: str = ""
-    #: Is told of the first error of this rank's copies when all messages are over; the caller agrees on it
+    #: Called when all messages are over, with the first error of this rank's copies; the caller agrees on it
     #: later. By default such an error ends this rank's exchange, and others wait for its messages; after a
     #: broadcast of an accelerator all ranks agree on it.
     failed: Optional[Callable[[Failure], object]] = None
@@ -45,9 +45,9 @@ class Blocks(Exchange):
         self.source, self.target, self.left, self.failed = memories
         self.after_failure = self.left or DOUBTFUL
 
-    def story(self) -> str:
+    def failure_text(self) -> str:
         if not self.left:
-            return super().story()
+            return super().failure_text()
         verb, pieces = self.doing
         doing = spell_doing(verb, (piece.key for piece in pieces))
         return f"{self.call.title}: broken off while {doing}; {self.left}"
@@ -65,8 +65,8 @@ class Blocks(Exchange):
     def in_place(self, pieces: Sequence[Piece]) -> Optional[torch.Tensor]:
         """One dense piece, as long as its chunk, is sent as it lies in memory; None for others.
 
-        Not in every exchange: a rank that meets an error may change what others still receive. After this one
-        all ranks agree, and those hear of it.
+        Not in every exchange: a rank with an error may change what others still receive. After this one all
+        ranks agree, and the others get that error.
         """
         piece = pieces[0]
         if len(pieces) == 1 and not piece.nbytes % ALIGNMENT:
@@ -83,8 +83,8 @@ def move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories
 
     Raises:
         RuntimeError: a rank has no room for its buffers; before anything is written.
-        TransferError: a rank is gone, the group's timeout is over, or a copy failed and `memories.failed` is
-            not told of it; in one process alone, the error of that copy.
+        TransferError: a rank is gone, the group's timeout is over, or a copy failed and there is no
+            `memories.failed`; in one process alone, the error of that copy.
     """
     if call.groups:
         plan = ExchangePlan(routes, call.ranks, call.rank)

@@ -82,8 +82,8 @@ class Call(Protocol):
 class Round:
     """One round: what every rank has goes to the first rank, and an answer comes back to each.
 
-    A rank that is gone costs the others no hang where messages go from rank to rank: the first rank hears of
-    it and still answers the rest. In collectives it leaves all to the group's timeout: no part of one fails
+    A rank that is gone costs the others no hang where messages go from rank to rank: the first rank finds
+    out, and still answers the rest. In collectives it leaves all to the group's timeout: no part of one fails
     alone.
     """
 
@@ -141,18 +141,23 @@ def largest_answer() -> int:
     return MOST - SPARE - MOST // 1024
 
 
-#: Said instead of an agreement's own words on the state of the files, within `saying`; "" for none.
-_outlook: ContextVar[str] = ContextVar("outlook", default="")
+#: What errors say of the state of the files, within `describing_files`, in place of an agreement's own words;
+#: "" for none.
+_files_text: ContextVar[str] = ContextVar("files_text", default="")
 
 
 @contextlib.contextmanager
-def saying(so_far: str) -> Iterator[None]:
-    """Have errors of all calls within say this of the state of the files: together they are one save."""
-    token = _outlook.set(so_far)
+def describing_files(so_far: str) -> Iterator[None]:
+    """Have the errors of all calls in the context say `so_far` of the files.
+
+    A save of a step has several calls, and each knows its own files alone. What the step's folder is, only
+    the code around them knows.
+    """
+    token = _files_text.set(so_far)
     try:
         yield
     finally:
-        _outlook.reset(token)
+        _files_text.reset(token)
 
 
 class Refusal(Exception):
@@ -186,16 +191,16 @@ class ObjectCollective:
         unheard: str = "",
         kind: Optional[type[Exception]] = None,
     ) -> None:
-        outlook = _outlook.get()
+        files_text = _files_text.get()
         self.call = call
         self.doing = doing
         self.kind = kind or call.kind
-        self.so_far = outlook or so_far
-        # Where the first rank is gone, what is on the disk is not known: no outlook says it.
-        self.unheard = unheard or outlook or so_far
+        self.so_far = files_text or so_far
+        # Where the first rank is gone, nothing on this rank knows what is on the disk.
+        self.unheard = unheard or files_text or so_far
         self._round: Optional[Round] = None
         #: On the first rank: what it received.
-        self._heard: Optional[Gathered] = None
+        self._gathered: Optional[Gathered] = None
         self._findings: Sequence[Finding] = ()
 
     def all_gather(self, value: object, must_agree: Union[Common, Attempt[Common]]) -> Mapping[int, Any]:
@@ -205,9 +210,9 @@ class ObjectCollective:
             # None from every rank needs no answer.
             received = self.gather(value, must_agree)
             return self.scatter(received, _all_to_each) or dict.fromkeys(call.ranks)
-        # Every rank gets all that was said. The answer has only problems, and comes all the same: a rank that
+        # Every rank gets all that was sent. The answer has only problems, and comes all the same: a rank that
         # failed may be in another collective of objects than these, and each is an all-gather of heads and
-        # a broadcast, so that it hears of the others' there, and they of its problem here.
+        # a broadcast: it gets the others' problems there, and they get its problem here.
         message = self._message(value, must_agree)
         self._round = Round(call.group)
         with self._telling_who_is_gone():
@@ -219,7 +224,7 @@ class ObjectCollective:
         except Exception as error:
             findings = self._findings_of(error)
         if call.rank == call.ranks[0]:
-            self._heard, self._findings = gathered, findings
+            self._gathered, self._findings = gathered, findings
         self.answer({})
         if findings:
             # What the first rank can read, and this one cannot.
@@ -235,12 +240,12 @@ class ObjectCollective:
         message = self._message(value, must_agree)
         self._round = Round(call.group) if len(call.ranks) > 1 else None
         with self._telling_who_is_gone():
-            self._heard = (
+            self._gathered = (
                 Gathered({call.rank: message}) if self._round is None else self._round.gather(message)
             )
-        if self._heard is not None:
+        if self._gathered is not None:
             try:
-                return self._values_in(self._heard)
+                return self._values_in(self._gathered)
             except Exception as error:
                 self._findings = self._findings_of(error)
         return {}
@@ -264,8 +269,8 @@ class ObjectCollective:
 
     def answer(self, answers: Mapping[int, bytes] = {}) -> Any:
         """As `scatter`, with answers that are packed."""
-        heard, round_ = self._heard, self._round
-        replies = None if heard is None else _replies(heard, self._findings, answers)
+        gathered, round_ = self._gathered, self._round
+        replies = None if gathered is None else _replies(gathered, self._findings, answers)
         with self._telling_who_is_gone():
             reply = round_.scatter(replies) if round_ is not None else (replies or {})[self.call.rank]
         findings, result = pickle.loads(reply)
@@ -300,16 +305,16 @@ class ObjectCollective:
         problems = list(map(tuple, call.problems))
         return pickle.dumps((self.doing, problems, content if not problems else b""))
 
-    def _values_in(self, heard: Gathered) -> dict[int, Any]:
+    def _values_in(self, gathered: Gathered) -> dict[int, Any]:
         """Return every rank's value, by global rank.
 
         Raises:
             Refusal: ranks are gone, have problems, are somewhere else, or differ where they must not.
         """
         # Ranks that say the same have sent the same bytes, which are read once.
-        read = {message: pickle.loads(message) for message in set(heard.messages.values())}
-        unpacked = {rank: read[message] for rank, message in sorted(heard.messages.items())}
-        findings = gone_while(self.doing, heard.gone)
+        read = {message: pickle.loads(message) for message in set(gathered.messages.values())}
+        unpacked = {rank: read[message] for rank, message in sorted(gathered.messages.items())}
+        findings = gone_while(self.doing, gathered.gone)
         for rank, (_, problems, _) in unpacked.items():
             findings += [(rank, Problem(*problem)) for problem in problems]
         if findings:
@@ -361,7 +366,7 @@ class ObjectCollective:
                 except CollectiveError as failure:
                     if not is_unheard:
                         # This rank's message may have gone on: the others may have an answer.
-                        failure.heard_by = ()
+                        failure.raised_on = ()
                     raise
             kind = self.kind if issubclass(self.kind, CollectiveError) else TransferError
             what = f"rank {lost} is gone, or too late, while {self.doing}"
@@ -443,7 +448,7 @@ def fail(
     """Raise the findings, which every rank has, as the call's kind of error, or as another kind."""
     error = (kind or call.kind)(compose(call.title, findings, so_far))
     if isinstance(error, CollectiveError):
-        error.heard_by = call.ranks
+        error.raised_on = call.ranks
     try:
         raise error from call.cause
     finally:
@@ -465,7 +470,7 @@ def _all_to_each(values: Mapping[int, Any]) -> Mapping[int, Any]:
 
 
 def _are_unlike(digests: Mapping[int, bytes]) -> Mapping[int, bool]:
-    """Decide that each rank hears whether the ranks' digests differ."""
+    """Decide that each rank gets whether the ranks' digests differ."""
     return dict.fromkeys(digests, len(set(digests.values())) > 1)
 
 
@@ -476,11 +481,13 @@ def _packed_each(ranks: Iterable[int], answers: Mapping[int, Any]) -> dict[int, 
     return {rank: packed[id(value)] for rank, value in by_rank.items()}
 
 
-def _replies(heard: Gathered, findings: Sequence[Finding], answers: Mapping[int, bytes]) -> dict[int, bytes]:
+def _replies(
+    gathered: Gathered, findings: Sequence[Finding], answers: Mapping[int, bytes]
+) -> dict[int, bytes]:
     """Return the message to each rank: the findings for every rank, or its own answer."""
     plain, none = [(rank, tuple(problem)) for rank, problem in findings], pickle.dumps(None)
     replies = {id(data): pickle.dumps((plain, data)) for data in (*answers.values(), none)}
-    return {rank: replies[id(answers.get(rank, none))] for rank in heard.messages}
+    return {rank: replies[id(answers.get(rank, none))] for rank in gathered.messages}
 
 
 def _packed(value: object) -> bytes:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Hashable
 from typing import Optional
 
-_told: set[Hashable] = set()
+_warned: set[Hashable] = set()
 
 
 def warn_once(logger: logging.Logger, text: str, about: Optional[Hashable] = None) -> None:
@@ -19,11 +19,11 @@ def warn_once(logger: logging.Logger, text: str, about: Optional[Hashable] = Non
         about: what the warning is of, where its text differs from time to time; by default the text itself.
     """
     key = (logger.name, text if about is None else about)
-    if key not in _told:
-        _told.add(key)
+    if key not in _warned:
+        _warned.add(key)
         logger.warning("%s", text)
 
 
 def forget() -> None:
     """Begin anew, as a new process does."""
-    _told.clear()
+    _warned.clear()

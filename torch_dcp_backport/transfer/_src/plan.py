@@ -174,7 +174,7 @@ def share_tables(own: WantTable, digest: bytes, title: str, group: Group, so_far
         data = packed(own)
     except Exception as error:
         problem = problem_of(error)
-    # One story: with any of the messages missing, the wants are not known everywhere.
+    # One error text: with any of the messages missing, the wants are not known everywhere.
     with as_transfer_error(lambda: f"{so_far}; what the ranks want did not arrive everywhere"):
         rows = gather_objects((digest, len(data), problem), group)
         findings = [(rank, Problem(*fields)) for rank, (*_, fields) in zip(ranks, rows) if fields]

@@ -1,7 +1,7 @@
 """Messages to the first rank of a group and back, along a binomial tree of its ranks.
 
 No rank sends or receives more than log2 N small messages in a row. A rank that is gone costs the others no
-hang: the first rank hears of it, and the ranks that hear through it raise. Knows bytes alone.
+hang: the first rank finds out, and the ranks that get their messages through it raise. Knows bytes alone.
 
 In a group of seven the first rank has ranks 4, 2 and 1 as children, rank 2 has 3, and rank 4 has 6 and 5.
 """
@@ -57,7 +57,7 @@ class Gathered(NamedTuple):
 
 
 class LostRank(RuntimeError):
-    """A rank that this one hears from, or through, is gone or late.
+    """A rank is gone or late from which, or through which, this one gets its messages.
 
     Args:
         rank: the rank, in the whole job.
@@ -111,7 +111,7 @@ class Tree:
             join: makes one value of several.
 
         Returns:
-            On the first rank the value of all ranks that it could hear of, and the ranks that were gone; None
+            On the first rank the value of all ranks that reached it, and the ranks that were gone; None
             on the others.
 
         Raises:
@@ -148,12 +148,13 @@ class Tree:
             if self._large:
                 self.parent = self.ranks[0]
             return None
-        heard, lost = total
-        messages = {rank: body for rank, body in heard.items() if isinstance(body, bytes)}
-        lengths = {rank: _checked(body) for rank, body in heard.items() if isinstance(body, int)}
+        gathered, lost = total
+        messages = {rank: body for rank, body in gathered.items() if isinstance(body, bytes)}
+        lengths = {rank: _checked(body) for rank, body in gathered.items() if isinstance(body, int)}
         for child in lost:
-            self._tell_below(child, heard)
-        # From here on those hear from no other rank: one between them that ends would leave them waiting.
+            self._send_loss_below(child, gathered)
+        # From here on those get messages from this rank alone: one between them that ends would leave them
+        # waiting.
         self._take_over(lengths)
         for rank in lengths:
             with _whoever_is_gone():
@@ -164,7 +165,7 @@ class Tree:
         lost += [rank for rank in lengths if rank not in messages]
         late = absent(self.group) if silent else []
         # After a timeout gloo closes all connections, also those of ranks that are not late. After the end of
-        # a rank those that hear through it have not been waited for: they may be about to come.
+        # a rank, ranks whose messages came through it have not been waited for: they may be about to come.
         named = set(late).intersection(lost) or set(late).intersection(silent)
         named = named or set(lost if len(lost) == 1 else silent)
         return Gathered(messages, tuple(rank for rank in silent if rank in named))
@@ -179,15 +180,15 @@ class Tree:
                 del self.children[child]
         return joined
 
-    def _tell_below(self, lost: int, heard: Mapping[int, Body]) -> None:
-        """Tell the ranks that hear through one that is gone: some may wait for a word of this one, the first.
+    def _send_loss_below(self, lost: int, gathered: Mapping[int, Body]) -> None:
+        """Send the error to the ranks below one that is gone: some may wait for a message of the first rank.
 
-        Nobody waits for the messages: those that wait for the one that is gone do not receive them.
+        No rank waits until they arrive: ranks that wait for the one that is gone do not receive them.
         """
         place = self.ranks.index(lost)
         message = _head(pickle.dumps((LOST, (lost, True))))
         for rank in self.ranks[place + 1 : place + (place & -place)]:
-            if rank not in heard:
+            if rank not in gathered:
                 with _whoever_is_gone():
                     buffer = tensor_of(message).to(device_for(self.group))
                     _not_awaited.append((buffer, post([(dist.isend, buffer, rank)], self.group)))
@@ -268,13 +269,13 @@ class Tree:
                 _send(message, child, self.group)
 
     def end(self, lost: int, error: Optional[Exception] = None, is_unheard: bool = False) -> NoReturn:
-        """Raise, and tell the ranks below, which wait for what will not come."""
+        """Raise, and send the error to the ranks below, which wait for what will not come."""
         self._pass_on(LOST, (lost, is_unheard))
         raise LostRank(lost, is_unheard) from error
 
 
 def _whoever_is_gone() -> contextlib.AbstractContextManager[None]:
-    """Let a message to a rank that is gone be lost: the next round tells, and the others wait for theirs."""
+    """Let a message to a rank that is gone be lost: the next round finds out."""
     return contextlib.suppress(RuntimeError)
 
 

@@ -64,13 +64,13 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
     """The first rank's bytes, on every rank of the group."""
     source = group_ranks(group)[0]
 
-    def story() -> str:
+    def failure_text() -> str:
         missing = absent(group) if dist.get_rank() == source else []
         who = f"; {spell(missing)} did not come" if missing else ""
         return f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere{who}"
 
     check_in(group)
-    with as_transfer_error(story):
+    with as_transfer_error(failure_text):
         return broadcast_from_first(data, group)
 
 
