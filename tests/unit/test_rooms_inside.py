@@ -38,7 +38,17 @@ OWN_WORDS = {
     *("stand", "stands", "hand", "story", "heard", "spelled", "settle", "settled"),
 }
 #: Rooms that have none of them.
-IN_WORDS_OF_THE_FIELD = ("activation", "dcp", "hf", "megatron", "regression", "state_dict", "transfer")
+IN_WORDS_OF_THE_FIELD = (
+    "activation",
+    "dcp",
+    "engine",
+    "hf",
+    "megatron",
+    "publish",
+    "regression",
+    "state_dict",
+    "transfer",
+)
 
 
 def modules_of(room: str) -> dict[str, ast.Module]:

@@ -382,7 +382,7 @@ def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
     return DTYPES[name]  # type: ignore[index]
 
 
-def spelled(config: Any) -> str:
+def settings_text(config: Any) -> str:
     """Return settings as text, the same in every process; without paths and what they lead to."""
     fields = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
     for name in ("path", "hf_config_path", "hf_config", "lora_adapter_path"):
@@ -414,10 +414,10 @@ def settings(kind: type[Kind], given: Any) -> Kind:
     entries = {entry.name: entry for entry in dataclasses.fields(kind)}
     # verl's own objects are mappings, too.
     if isinstance(given, Mapping) and not dataclasses.is_dataclass(given):
-        told = verl.check_mapping(given, known, kind.__name__, list(entries))
+        no_effect = verl.check_mapping(given, known, kind.__name__, list(entries))
         values = {name: given[name] for name in entries if name in given}
     else:
-        told = verl.check_object(given, known)
+        no_effect = verl.check_object(given, known)
         values = {name: getattr(given, name) for name in entries if hasattr(given, name)}
         for name, local in (("path", "local_path"), ("hf_config_path", "local_hf_config_path")):
             if name in entries and getattr(given, local, None):
@@ -427,5 +427,5 @@ def settings(kind: type[Kind], given: Any) -> Kind:
     # Of most settings None stands for the default, of some it is a value.
     is_value = {name: "Optional" in str(entry.type) for name, entry in entries.items()}
     made = kind(**{name: value for name, value in values.items() if value is not None or is_value[name]})
-    note(made, *told)
+    note(made, *no_effect)
     return made

@@ -41,7 +41,7 @@ from torch_dcp_backport.engine._src.config import (
     OptimizerConfig,
     dtype_of,
     settings,
-    spelled,
+    settings_text,
 )
 from torch_dcp_backport.engine._src.export import whole_tensors
 from torch_dcp_backport.engine._src.mesh import Grid, arrange
@@ -214,7 +214,9 @@ class FSDPEngine(BaseEngine):
                     tensor_parallel.check_dropout(model, self.grid)
                 tensor_parallel.styles_of(model, self.grid)
             parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
-            settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
+            settings_by_type = (
+                {} if call.problems else {type(part).__name__: settings_text(part) for part in parts}
+            )
             adapter = saved.value.digest if saved.error is None and saved.value is not None else "none"
             common = {**settings_by_type, "lora_adapter_path": adapter, **build.outline(model)}
             call.barrier("comparing the settings", must_agree=common)

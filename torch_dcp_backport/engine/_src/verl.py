@@ -285,17 +285,17 @@ def check_object(given: Any, known: Mapping[str, Known]) -> list[str]:
     Raises:
         ValueError: a setting that is refused, or that is not known and has another value than its default.
     """
-    told = []
+    no_effect = []
     for name, value, default in _entries(given):
         if name in known:
-            told += _check(name, value, known[name])
+            no_effect += _check(name, value, known[name])
         elif value != default:
             raise ValueError(
                 f"{name}={value!r} is not known: this engine may do something else than what it asks for"
             )
         else:
-            told.append(f"{name}={value!r}, which is not known, has no effect here")
-    return told
+            no_effect.append(f"{name}={value!r}, which is not known, has no effect here")
+    return no_effect
 
 
 def check_mapping(
@@ -314,25 +314,25 @@ def check_mapping(
     unknown = sorted(set(others) - set(known))
     if unknown:
         raise ValueError(f"no setting of a {kind}: {', '.join(unknown)}; there are {fields}")
-    told = []
+    no_effect = []
     for name, value in others.items():
         if known[name].does in (BEFORE, SERVED) and known[name].asked(name, value):
             raise ValueError(f"{name}={value!r}: only verl's own objects have it ({known[name].text})")
-        told += _check(name, value, known[name])
-    return told
+        no_effect += _check(name, value, known[name])
+    return no_effect
 
 
 def _check(setting: str, value: Any, known: Known) -> list[str]:
     if known.inner or known.details:
         _check_inner(setting, value, (*known.inner, *known.details))
-    told = []
+    no_effect = []
     for name, asked in known.asked(setting, value).items():
         if known.does == REFUSED:
             instead = f": {known.instead}" if known.instead else ""
             raise ValueError(f"{name} is not offered: got {asked!r}{instead}")
         if known.does == NO_VALUE:
-            told.append(f"{name}={asked!r} has no effect here: {known.text}")
-    return told
+            no_effect.append(f"{name}={asked!r} has no effect here: {known.text}")
+    return no_effect
 
 
 def _check_inner(setting: str, value: Any, known: tuple[str, ...]) -> None:
