@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT)] if str(ROOT) not in sys.path else []
 
 from torch_dcp_backport.dist_checkpointing._src import load, metadata, packed, plans, replicas  # noqa: E402
-from torch_dcp_backport.dist_checkpointing._src.body import Output, Records, Written  # noqa: E402
+from torch_dcp_backport.dist_checkpointing._src.body import Output, RecordInfo, Records  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.commit import file_of  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.records import form_of  # noqa: E402
 from torch_dcp_backport.dist_checkpointing._src.save import SentTable, tables_of  # noqa: E402
@@ -185,7 +185,7 @@ class Outputs:
             records, at = [], 0
             for item in share.share_of(outline).tensors:
                 length = form_of(DTYPE, item.box.size).length
-                records.append(Written(at, length, 0))
+                records.append(RecordInfo(at, length, 0))
                 at += length
             self._known[key] = Records.of(records)
         known = self._known[key]

@@ -24,7 +24,7 @@ from torch_dcp_backport.dist_checkpointing import (
     save,
 )
 from torch_dcp_backport.dist_checkpointing._src import metadata, packed, plans
-from torch_dcp_backport.dist_checkpointing._src.body import Output, Written
+from torch_dcp_backport.dist_checkpointing._src.body import Output, RecordInfo
 from torch_dcp_backport.dist_checkpointing._src.metadata import RecordPlace
 from torch_dcp_backport.dist_checkpointing._src.records import form_of
 from torch_dcp_backport.dist_checkpointing._src.table import (
@@ -92,9 +92,9 @@ def written(tables: dict[int, RowTable], plan: plans.Plan) -> dict[int, tuple[pl
         for item in share.tensors:
             crc = (crc + 0x9E3779B1) % 2**32
             length = form_of(tables[rank].tensors[item.number].dtype, item.box.size).length
-            records.append(Written(at, length, crc))
+            records.append(RecordInfo(at, length, crc))
             at += length
-        objects = [Written(at + 10 * number, 10, rank) for number in share.objects]
+        objects = [RecordInfo(at + 10 * number, 10, rank) for number in share.objects]
         output = Output(f"__{rank}_0.distcp", at, records, objects)
         results[rank] = share, pickle.loads(pickle.dumps(output))
     return results

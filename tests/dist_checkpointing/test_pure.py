@@ -28,7 +28,7 @@ from torch_dcp_backport.dist_checkpointing._src.body import (
     combined,
     ending,
 )
-from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, ReadSource
+from torch_dcp_backport.dist_checkpointing._src.files import BytesSource, Damaged, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.load import keeps_values
 from torch_dcp_backport.dist_checkpointing._src.metadata import (
     Chunk,
@@ -132,7 +132,7 @@ def check_record(size: tuple[int, ...], dtype: torch.dtype) -> None:
         assert archive.testzip() is None
     # And as a record that somebody else has written.
     place = RecordPlace("file", 7, len(record))
-    located = foreign.locate(Memory(bytearray(7) + bytearray(record), "file"), place, size)
+    located = foreign.locate(BytesSource(bytearray(7) + bytearray(record), "file"), place, size)
     assert located is not None
     assert (located.dtype, located.at, located.nbytes) == (dtype, 7 + form.at, form.nbytes)
 
@@ -234,7 +234,9 @@ def test_records_with_sizes_of_eight_bytes(tmp_path: Path, monkeypatch: pytest.M
         assert room.verify(tmp_path) == []
     finally:
         form_of.cache_clear()
-    located = foreign.locate(Memory(bytearray(data), "file"), RecordPlace("file", 0, len(data)), (100, 100))
+    located = foreign.locate(
+        BytesSource(bytearray(data), "file"), RecordPlace("file", 0, len(data)), (100, 100)
+    )
     assert located == (torch.int32, form.at, value.nbytes, crc32(value.numpy().tobytes()))
 
 
@@ -248,9 +250,12 @@ def test_records_of_torch_that_are_not_row_major(strides: str) -> None:
     file = io.BytesIO()
     torch.save(value, file)
     data = bytearray(file.getvalue())
-    assert foreign.locate(Memory(data, "file"), RecordPlace("file", 0, len(data)), tuple(value.shape)) is None
+    assert (
+        foreign.locate(BytesSource(data, "file"), RecordPlace("file", 0, len(data)), tuple(value.shape))
+        is None
+    )
     with pytest.raises(Damaged, match="has shape"):
-        foreign.locate(Memory(data, "file"), RecordPlace("file", 0, len(data)), (1, 1, 1))
+        foreign.locate(BytesSource(data, "file"), RecordPlace("file", 0, len(data)), (1, 1, 1))
 
 
 def test_metadata_comes_back_and_its_damage_is_seen() -> None:

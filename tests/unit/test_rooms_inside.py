@@ -20,7 +20,7 @@ ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 #: Room -> a file of each circle that is known, and still to be broken.
 KNOWN_CIRCLES = {"checkpoint": {"handler"}, "dist_checkpointing": {"serialization"}}
 #: Room -> the names of classes that are known to stand for two things.
-KNOWN_TWICE = {"dist_checkpointing": {"Described", "Memory", "Run", "Shared", "Written"}}
+KNOWN_TWICE: dict[str, set[str]] = {}
 #: Words of this package's own, for which torch, DCP and Megatron have names. They came back often enough.
 OWN_WORDS = {
     *(

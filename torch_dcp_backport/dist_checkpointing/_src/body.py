@@ -262,7 +262,7 @@ BLOCK = 4 * 2**20
 LITTLE = 64 * 1024
 
 
-class Written(NamedTuple):
+class RecordInfo(NamedTuple):
     """The place of a written record, and its checksum."""
 
     offset: int
@@ -270,7 +270,7 @@ class Written(NamedTuple):
     crc: int
 
 
-class Records(Sequence[Written]):
+class Records(Sequence[RecordInfo]):
     """The places and checksums of written records, in columns: the first rank has those of all ranks."""
 
     def __init__(self, start: int, lengths: Words, numbers: Words, crcs: Words, gaps: Words) -> None:
@@ -284,7 +284,7 @@ class Records(Sequence[Written]):
         self.gaps = gaps
 
     @classmethod
-    def of(cls, records: Sequence[Written]) -> Records:
+    def of(cls, records: Sequence[RecordInfo]) -> Records:
         if isinstance(records, Records):
             return records
         numbers: dict[int, int] = {}
@@ -313,9 +313,9 @@ class Records(Sequence[Written]):
     def __len__(self) -> int:
         return len(self.crcs)
 
-    def __iter__(self) -> Iterator[Written]:
+    def __iter__(self) -> Iterator[RecordInfo]:
         lengths = (self.lengths[number] for number in self.numbers)
-        return map(Written, self.offsets(), lengths, self.crcs)
+        return map(RecordInfo, self.offsets(), lengths, self.crcs)
 
     def __getitem__(self, number: Any) -> Any:
         return list(self)[number]
@@ -334,8 +334,8 @@ class Output(NamedTuple):
 
     file: str
     nbytes: int
-    tensors: Sequence[Written]
-    objects: Sequence[Written]
+    tensors: Sequence[RecordInfo]
+    objects: Sequence[RecordInfo]
     #: The CRC32 of the file.
     crc: int = 0
     #: Its SHA-256, where that was asked for.
@@ -382,7 +382,7 @@ def write_staged(
     Raises:
         OSError: a write failed.
     """
-    sink, tensors = Sink(fd), list[Written]()
+    sink, tensors = Sink(fd), list[RecordInfo]()
     for number, start in zip(places.which, places.starts):
         form = places.forms[number]
         blocks = blocks_in(memory[start : start + form.nbytes])
@@ -404,7 +404,9 @@ class Sink:
     def end(self) -> int:
         return self._flushed + len(self._waiting)
 
-    def put_record(self, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]) -> Written:
+    def put_record(
+        self, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
+    ) -> RecordInfo:
         """Write the record of a tensor from the blocks of its values; return its place."""
         disk.step("write record")
         at = self.end
@@ -414,7 +416,7 @@ class Sink:
             head, tail = form.ends(crc)
             self.put(b"".join((head, data, tail)))
             moved(form.nbytes)
-            return Written(at, form.length, crc)
+            return RecordInfo(at, form.length, crc)
         total = RunningSum(form.grain)
         if form.length <= LITTLE:
             data = next(blocks)
@@ -430,13 +432,13 @@ class Sink:
                 moved(part.nbytes)
             self.fill(form.head(total.crc), at, total.crc)
             self.put(form.tail(total.crc, total.table))
-        return Written(at, form.length, total.crc)
+        return RecordInfo(at, form.length, total.crc)
 
     def ended(self, objects: Sequence[bytes], output: Output) -> Output:
         """Write objects behind the records; return the output with their places, and the file's checksum."""
         written = []
         for data in objects:
-            written.append(Written(self.end, len(data), zlib.crc32(data)))
+            written.append(RecordInfo(self.end, len(data), zlib.crc32(data)))
             self.put(data)
         self.flush()
         return output._replace(objects=written, crc=self.crc)

@@ -67,7 +67,7 @@ class ReadSource:
             self._ahead, self._ahead_at = self.bytes_at(offset, length), offset
 
 
-class Memory(ReadSource):
+class BytesSource(ReadSource):
     """A part of a file that was read."""
 
     def __init__(self, data: Union[bytes, bytearray], name: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing._src.body import ELSEWHERE
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.metadata import RecordPlace
-from torch_dcp_backport.dist_checkpointing._src.unpickle import Described, Refused, TensorReader
+from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused, TensorMetadata, TensorReader
 from torch_dcp_backport.transfer import row_major
 
 #: Bytes that are read of the end of a record; a directory of torch's has less than 1 KiB.
@@ -61,7 +61,7 @@ def locate(source: ReadSource, place: RecordPlace, size: tuple[int, ...]) -> Opt
         return None
     try:
         value, _ = TensorReader(content(source, place, entries[described])).read()
-        if not isinstance(value, Described):
+        if not isinstance(value, TensorMetadata):
             raise Refused(f"it describes a {type(value).__name__}")
     except Refused as error:
         raise Damaged(

@@ -70,7 +70,7 @@ class WriteShare(NamedTuple):
     objects: list[int]
 
 
-class Run(NamedTuple):
+class PackedItem(NamedTuple):
     """A box that a rank writes of each of some rows, which are alike."""
 
     box: Box
@@ -79,14 +79,14 @@ class Run(NamedTuple):
 
 
 class PackedShare(NamedTuple):
-    """A share as it is sent: a regular cut has a run for each shape, however many tensors there are."""
+    """A share as it is sent: a regular cut has an item for each shape, however many tensors there are."""
 
-    runs: list[Run]
+    items: list[PackedItem]
     objects: list[int]
 
     def share_of(self, outline: Outline) -> WriteShare:
         """Return the share of a rank whose table has this outline."""
-        items = [Item(number, box) for box, rows in self.runs for number in outline.rows_of(rows)]
+        items = [Item(number, box) for box, rows in self.items for number in outline.rows_of(rows)]
         # As the state dict has them: neighbours there are read together.
         items.sort(key=lambda item: (item.number, item.box.offset))
         return WriteShare(items, self.objects)
@@ -171,11 +171,11 @@ class Plan(NamedTuple):
                 if key not in forms:
                     forms[key] = packed_rows(outline, piece.rows)
                 rows = forms[key]
-            shares[piece.rank].runs.append(Run(piece.box, rows))
+            shares[piece.rank].items.append(PackedItem(piece.box, rows))
         return shares
 
 
-class Shared(NamedTuple):
+class ReplicatedBoxes(NamedTuple):
     """Boxes of a kind, of one size, that as many ranks hold each."""
 
     kind: int
@@ -206,7 +206,7 @@ def plan_of(alike: Alike, balanced: bool = True, fixed: Collection[str] = ()) ->
     kinds: list[Kind] = []
     stripes: list[list[Stripe]] = []
     load = dict.fromkeys(alike.tables, 0)
-    shared: list[Shared] = []
+    shared: list[ReplicatedBoxes] = []
     total = 0
     for kind, cells in zip(alike.kinds, alike.cells):
         own = [number for number, key in enumerate(kind.keys) if key in fixed]
@@ -240,10 +240,10 @@ def nbytes_of(box: Box, cells: Mapping[Box, Sequence[HeldRow]]) -> int:
 
 def writers_of(
     number: int, alike: Alike, cells: Mapping[Box, Sequence[HeldRow]], is_free: bool
-) -> tuple[Stripe, list[Shared]]:
+) -> tuple[Stripe, list[ReplicatedBoxes]]:
     """Return the boxes of a kind that one rank is to write, and those that any of several may."""
     alone = Stripe([], [], {0: None})
-    groups: dict[Any, Shared] = {}
+    groups: dict[Any, ReplicatedBoxes] = {}
     for box, rows in cells.items():
         nbytes, main = nbytes_of(box, cells), rows[0].rank
         if not is_free or not nbytes or all(held.rank == main for held in rows):
@@ -257,7 +257,7 @@ def writers_of(
         # Holders of two boxes write for both, which is fair where no rank holds both.
         if key in groups and not by_rank.keys().isdisjoint(groups[key].ranks):
             key = box
-        group = groups.setdefault(key, Shared(number, [], [], ranks.index(main), nbytes, set()))
+        group = groups.setdefault(key, ReplicatedBoxes(number, [], [], ranks.index(main), nbytes, set()))
         group.boxes.append(box)
         group.holders.append([by_rank[rank] for rank in ranks])
         group.ranks.update(ranks)
@@ -265,7 +265,7 @@ def writers_of(
 
 
 def dealt(
-    shared: Sequence[Shared], counts: Sequence[int], total: int, load: dict[int, int]
+    shared: Sequence[ReplicatedBoxes], counts: Sequence[int], total: int, load: dict[int, int]
 ) -> Iterator[tuple[int, Stripe]]:
     """Yield the stripes of boxes that several ranks hold, with the numbers of their kinds.
 
@@ -278,7 +278,7 @@ def dealt(
     # Every rank reads a small value that all of them hold (AdamW's step counters), from each file that has
     # one. So one rank writes those, as many as leave the balance as it is.
     spare = dict.fromkeys(load, grain)
-    stripes: list[tuple[int, Shared, Stripe, range]] = []
+    stripes: list[tuple[int, ReplicatedBoxes, Stripe, range]] = []
     for group in shared:
         numbers, chosen = range(counts[group.kind]), dict[int, Optional[Words]]()
         if group.nbytes <= SMALL:
@@ -402,7 +402,7 @@ class PlannedBlock(Block):
     """Tensors of a plan, and the records that the ranks have written of them."""
 
     def __init__(
-        self, kind: Kind, row: Row, boxes: Sequence[Box], pieces: Sequence[Numbered], written: Written
+        self, kind: Kind, row: Row, boxes: Sequence[Box], pieces: Sequence[Numbered], written: RecordsByRank
     ) -> None:
         """`pieces`: with the numbers of their records in the ranks' files."""
         super().__init__(kind.keys, row.dtype, row.shape, row.original, boxes)
@@ -501,7 +501,7 @@ class Same(Sequence[int]):
         return self.number
 
 
-class Written:
+class RecordsByRank:
     """The records of all ranks, and their numbers as tensors where many are looked at."""
 
     def __init__(self, records: RankRecords) -> None:
@@ -556,7 +556,7 @@ def listing_of(
     Args:
         pieces: of each kind.
     """
-    written = Written(records)
+    written = RecordsByRank(records)
     first_by_outline: dict[Outline, RowTable] = {}
     for table in plan.tables.values():
         first_by_outline.setdefault(table.rows().outline, table)

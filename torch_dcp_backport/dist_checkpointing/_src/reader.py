@@ -16,7 +16,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import foreign
 from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
-from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, OpenFiles, ReadSource
+from torch_dcp_backport.dist_checkpointing._src.files import BytesSource, Damaged, OpenFiles, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, RecordPlace
 from torch_dcp_backport.dist_checkpointing._src.records import LARGEST, extent_of, form_of, pieces
 from torch_dcp_backport.dist_checkpointing._src.values import Unloadable, loads
@@ -329,6 +329,6 @@ def verify_entries(record: Union[bytes, bytearray], name: str) -> None:
     Raises:
         Damaged: a checksum is wrong.
     """
-    source, place = Memory(record, name), RecordPlace(name, 0, len(record))
+    source, place = BytesSource(record, name), RecordPlace(name, 0, len(record))
     for entry in foreign.directory(source, place).values():
         foreign.content(source, place, entry)

@@ -53,7 +53,7 @@ ALIGNED = 16
 Wants = tuple[tuple[str, tuple[Box, ...]], ...]
 
 
-class Shared(NamedTuple):
+class SharedRead(NamedTuple):
     """The result of a shared read."""
 
     #: Key -> the bytes of its record, verified.
@@ -92,7 +92,7 @@ class Shares(NamedTuple):
 
 def read_shared(
     call: Call, reader: RecordReader, index: Index, wanted: Sequence[WantedBox], objects: Sequence[str]
-) -> Shared:
+) -> SharedRead:
     """Read the parts that this rank wants, sharing the reads with the other ranks.
 
     Args:
@@ -150,7 +150,7 @@ def read_shared(
         send(call, agreement, index, window, Memories(source, target, DOUBTFUL, failed))
         reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
     result = read_objects(call, agreement, reader, index, records)
-    return Shared(result.objects, failure or result.failure)
+    return SharedRead(result.objects, failure or result.failure)
 
 
 def readers_of(index: Index, keys: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
@@ -168,7 +168,7 @@ def readers_of(index: Index, keys: Mapping[int, Sequence[str]]) -> dict[str, lis
 
 def read_objects(
     call: Call, agreement: Agreement, reader: RecordReader, index: Index, objects: Objects
-) -> Shared:
+) -> SharedRead:
     """Read each object's record once, and send it to all ranks that want it; each compares its checksum."""
     routes: dict[Key, Route] = {}
     failure: Optional[Exception] = None
@@ -199,7 +199,7 @@ def read_objects(
             verify_object(contents[key], index.objects[key])
         except Damaged as error:
             failure = failure or Damaged(f"{key}: {error}")
-    return Shared(contents, failure)
+    return SharedRead(contents, failure)
 
 
 def disjoint(wanted: Sequence[WantedBox]) -> tuple[dict[str, list[WantedBox]], list[WantedBox]]:

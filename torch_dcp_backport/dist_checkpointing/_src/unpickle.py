@@ -243,7 +243,7 @@ class SafeUnpickler(pickle.Unpickler):
             raise Refused(f"it is no pickle: {type(error).__name__}: {error}") from error
 
 
-class Described(NamedTuple):
+class TensorMetadata(NamedTuple):
     """A tensor without its values."""
 
     dtype: torch.dtype
@@ -256,8 +256,10 @@ class Described(NamedTuple):
     flags: object
 
 
-def _described(storage: Any, offset: Any, size: Any, strides: Any, dtype: Any, flags: Any) -> Described:
-    known = Described(dtype or storage[0], tuple(size), tuple(strides), offset, storage[1], flags)
+def _tensor_metadata(
+    storage: Any, offset: Any, size: Any, strides: Any, dtype: Any, flags: Any
+) -> TensorMetadata:
+    known = TensorMetadata(dtype or storage[0], tuple(size), tuple(strides), offset, storage[1], flags)
     if not isinstance(known.dtype, torch.dtype) or len(known.size) != len(known.strides):
         raise Refused(f"it describes no tensor: {known.dtype} of strides {known.strides}")
     return known
@@ -268,8 +270,8 @@ class RebuiltV2(Maker):
 
     __slots__ = ()
 
-    def __call__(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Described:
-        return _described(storage, offset, size, strides, None, rest[2] if len(rest) > 2 else None)
+    def __call__(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> TensorMetadata:
+        return _tensor_metadata(storage, offset, size, strides, None, rest[2] if len(rest) > 2 else None)
 
 
 class RebuiltV3(Maker):
@@ -277,8 +279,8 @@ class RebuiltV3(Maker):
 
     __slots__ = ()
 
-    def __call__(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Described:
-        return _described(storage, offset, size, strides, rest[2], rest[3] if len(rest) > 3 else None)
+    def __call__(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> TensorMetadata:
+        return _tensor_metadata(storage, offset, size, strides, rest[2], rest[3] if len(rest) > 3 else None)
 
 
 class RebuiltParameter(Maker):
@@ -304,7 +306,7 @@ STORAGES["UntypedStorage"] = torch.uint8
 
 
 class TensorReader(SafeUnpickler):
-    """An unpickler that returns a tensor as `Described`."""
+    """An unpickler that returns a tensor as `TensorMetadata`."""
 
     def __init__(self, data: bytes) -> None:
         if tuples_in(data) > DEEPEST:

@@ -19,8 +19,8 @@ from torch_dcp_backport.dist_checkpointing._src.body import (
     BLOCK,
     Form,
     Output,
+    RecordInfo,
     Sink,
-    Written,
     blocks_in,
 )
 from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
@@ -87,7 +87,7 @@ def write(
     # At most one block is held beside the tensors.
     block: Optional[torch.Tensor] = None
     with new_file(path, output.nbytes) as fd:
-        sink, written = Sink(fd), list[Written]()
+        sink, written = Sink(fd), list[RecordInfo]()
         for work, form in zip(tensors, forms):
             part = work.part
             if is_flat(part):
