@@ -149,6 +149,10 @@ def of_list(prog: str) -> Parser:
     parser = Parser(prog=prog, description=LISTS, epilog=CODES)
     parser.add_argument("root", metavar="ROOT", type=Path)
     parser.add_argument("--verify", action="store_true", help="read every file, and compare its checksum")
+    parser.add_argument(
+        "--best", action="store_true", help="only the good step with the best metric: its path"
+    )
+    parser.add_argument("--mode", choices=MODES, help="the better metric; by default min")
     add_json(parser)
     return parser
 

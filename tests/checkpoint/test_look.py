@@ -59,6 +59,27 @@ def test_the_steps_of_a_run_as_a_table(tmp_path: Path, capsys: Capture) -> None:
     ]
 
 
+def test_the_best_step_for_a_shell(tmp_path: Path, capsys: Capture) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.handler.save_checkpoint(1)
+    command = ["checkpoint", "list", str(tmp_path)]
+    assert main([*command, "--best"]) == 1
+    why = f"no good step in {tmp_path} has a metric: save_checkpoint(step, metric=...) gives it one"
+    assert said(capsys) == f"python -m torch_dcp_backport checkpoint list: {why}"
+    for step, metric in ((2, 0.5), (3, 0.25), (4, 0.75), (5, 0.125)):
+        trainer.handler.save_checkpoint(step, metric=metric)
+    next((tmp_path / "global_step_5" / "dist_ckpt").glob("*.distcp")).write_bytes(b"")
+    for options, step in (([], 3), (["--mode", "min"], 3), (["--mode", "max"], 4), (["--verify"], 3)):
+        capsys.readouterr()
+        assert main([*command, "--best", *options]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / f'global_step_{step}'}\n"
+    assert main([*command, "--best", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["steps"]
+    assert (found["step"], found["metric"]) == (3, 0.25)
+    assert main([*command, "--mode", "max"]) == 2
+    assert said(capsys).endswith("--mode max needs --best")
+
+
 def test_a_bar_in_bytes_is_for_terminals_alone(tmp_path: Path, capsys: Capture, monkeypatch) -> None:
     Trainer(tmp_path).handler.save_checkpoint(1)
     commands = (["list", str(tmp_path), "--verify"], ["verify", str(tmp_path / "global_step_1")])

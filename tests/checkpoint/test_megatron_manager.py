@@ -422,6 +422,50 @@ def test_stages_keep_options_of_their_own(ranks, tmp_path: Path) -> None:
     assert ranks(decayed, tmp_path / "global_step_1", world=2) == [[0.1, 0.1], [0.2, 0.2]]
 
 
+def one_trains(api: Any, folder: Path, trains: int, kind: str) -> Any:
+    """Two stages, of which one has an optimizer."""
+    grid, rank = Grid(2, 1, 1), dist.get_rank()
+    values = []
+    for is_fresh in (False, True):
+        chunk = Chunk(grid, range(2 * rank, 2 * rank + 2))
+        optimizer: Any = None
+        if rank == trains:
+            inner = torch.optim.AdamW(chunk.parameters(), lr=7.0 if is_fresh else 0.1)
+            optimizer = inner if kind == "torch's" else Distributed(inner)
+            for parameter in chunk.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            for _ in range(1 if is_fresh else 2):
+                inner.step()
+        manager = MegatronCheckpointManager(model=chunk, optimizer=optimizer, parallel_state=grid)
+        if is_fresh:
+            with torch.no_grad():
+                for parameter in chunk.parameters():
+                    parameter.zero_()
+            manager.load_checkpoint(folder)
+        else:
+            try:
+                manager.save_checkpoint(folder, global_step=1)
+            except CheckpointingException as error:
+                return str(error)
+        state = None if optimizer is None else optimizer.state_dict()
+        values.append((chunk.state_dict(), state))
+    torch.testing.assert_close(values[1], values[0], atol=0, rtol=0)
+    return None if values[1][1] is None else values[1][1]["param_groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("trains", [0, 1])
+@pytest.mark.parametrize("kind", ["torch's", "its own"])
+def test_a_stage_without_an_optimizer(ranks, tmp_path: Path, trains: int, kind: str) -> None:
+    """The rank that has none waited for nobody, or saved its nothing for all."""
+    found = ranks(one_trains, tmp_path / "global_step_1", trains, kind, world=2)
+    if (trains, kind) != (1, "its own"):
+        assert found == [0.1 if rank == trains else None for rank in range(2)]
+        return
+    (said,) = set(found)
+    assert "rank 0 has no optimizer, and that of rank 1 has a sharded_state_dict of its own" in said
+    assert not list(tmp_path.iterdir())
+
+
 class Configuration:
     """A configuration of transformers, as far as a manager looks at it; of a model that this one is not."""
 

@@ -271,6 +271,23 @@ def test_a_model_that_changes_its_logits_is_refused_on_every_rank(ranks: Any, tm
         assert "take use_fused_kernels=False" in text
 
 
+def refused_by_one(api: Any, folder: Path) -> str:
+    built = small.made(folder, kind=FusedScaled, model_config=ASKED)
+    data = small.own_rows(small.batch(0), built)
+    if torch.distributed.get_rank() == 1:
+        # A row of a single token has no label.
+        data["attention_mask"][:, 1:] = 0
+    with pytest.raises(RuntimeError) as caught, built.eval_mode():
+        built.infer_batch(data)
+    return str(caught.value)
+
+
+def test_a_rank_without_labels_hears_of_a_head_that_is_refused(ranks: Any, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    (text,) = set(ranks(refused_by_one, tmp_path / "m"))
+    assert "ranks 0, 2-3: a FSDPScaled changes the logits behind its head" in text
+
+
 def without_effect(api: Any, folder: Path) -> list[str]:
     with heard("engine") as texts:
         small.made(folder, model_config=ASKED)

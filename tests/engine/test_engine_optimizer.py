@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,14 @@ def test_the_ways_down_of_wsd(style: str, middle: float) -> None:
     made = engine.schedule(optimizer, "wsd", total=8, decay=4, decay_style=style)
     factor = made.lr_lambdas[0]
     assert [factor(step) for step in (0, 4, 6, 8, 20)] == pytest.approx([1, 1, middle, 0, 0])
+
+
+@pytest.mark.parametrize("given", [5, {"norms": True}, b"norms"], ids=str)
+def test_no_decay_that_lists_no_names_is_an_error_that_says_what_it_takes(given: Any) -> None:
+    expected = "expected norms, biases, embeddings, or a pattern of names; or a list of them"
+    for make in (
+        lambda: engine.param_groups(small.model(), given),
+        lambda: engine.OptimizerConfig(no_decay=given),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"no_decay={given!r}: {expected}")):
+            make()

@@ -525,6 +525,21 @@ def test_parameters_on_meta_and_real_buffers() -> None:
     assert not any(param.is_meta for param in made.parameters())
 
 
+def test_buffers_on_meta_that_no_file_has_are_refused_by_name() -> None:
+    """Memory without values would be handed on as the model's positions."""
+    with torch.device("meta"):
+        made = torch.nn.ModuleDict({"model": small.Model(), "norm": torch.nn.BatchNorm1d(2)})
+    with pytest.raises(
+        ValueError, match=r"materialize: model\.positions: buffers on meta that no state dict"
+    ):
+        engine.materialize(made, torch.device("cpu"))
+    assert all(tensor.is_meta for tensor in (*made.parameters(), *made.buffers()))
+    made.model.register_buffer("positions", small.model().positions, persistent=False)
+    engine.materialize(made, torch.device("cpu"))
+    assert torch.equal(made.model.positions, small.model().positions)
+    assert not any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers()))
+
+
 def test_a_registry_finds_engines_by_names() -> None:
     assert (
         engine.EngineRegistry.get_engine_cls("language_model", "fsdp2", "cpu") is engine.FSDPEngineWithLMHead

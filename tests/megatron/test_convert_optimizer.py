@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,20 @@ def test_what_needs_no_conversion_or_has_no_sense_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="no state of Megatron's distributed optimizer"):
         convert(tmp_path / "model", tmp_path / "again", ep=1)
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [(b'{"model_type": "qw', "is no JSON: Unterminated"), (b"[1]", "has a list, and no JSON")],
+)
+def test_a_torn_configuration_is_an_error_that_names_the_file(tmp_path, text, wrong):
+    source = saved(tmp_path / "source", model_of(OF), gathered(OF))
+    path = Path(source) / "huggingface" / "config.json"
+    path.parent.mkdir()
+    path.write_bytes(text)
+    with pytest.raises(CheckpointingException, match=re.escape(f"{path} {wrong}")):
+        convert(source, tmp_path / "out", ep=1)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_damaged_byte_is_an_error_and_leaves_nothing(tmp_path):

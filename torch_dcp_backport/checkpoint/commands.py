@@ -32,6 +32,8 @@ from torch_dcp_backport.transfer import Line, Meter, configure, settings
 
 def list_steps(args: Namespace, prog: str) -> int:
     """Run `checkpoint list`."""
+    if args.mode is not None and not args.best:
+        raise Refused(f"--mode {args.mode} needs --best", code=2)
     check_root(args.root)
     steps = store.steps_in(args.root)
     if not steps:
@@ -40,12 +42,35 @@ def list_steps(args: Namespace, prog: str) -> int:
         meter = Meter("verify", settings.progress() or Line())
         meter.expect(lambda: sum(nbytes_of(step) for step in steps))
         steps = [verified(step, meter) for step in steps]
+    if args.best:
+        steps = [best_step(args.root, steps, args.mode or "min")]
     if args.json:
         listed = [as_dict(step, args.verify) for step in steps]
         print(json.dumps({"root": str(args.root), "steps": listed}, indent=2))
+    elif args.best:
+        print(inspection.printable(str(steps[0].path)))
     else:
         print(inspection.printable("\n".join(as_table(steps, args.verify))))
     return 0 if any(not step.fault for step in steps) else 1
+
+
+def best_step(root: Path, steps: Iterable[Step], mode: str) -> Step:
+    """Return the good step with the best metric, as `PreservationPolicy(best=1)` finds it.
+
+    Raises:
+        Refused: no good step has a metric.
+    """
+    step_at = {step.path: step for step in steps}
+
+    def fault_of(entry: store.ListedStep) -> str:
+        step = step_at.get(entry.path)
+        # A step that was published since the others were looked at.
+        return "it is new" if step is None else step.fault
+
+    best = retention.best_of(store.Shelf(root).listed(), PreservationPolicy(best=1, mode=mode), fault_of)
+    if not best:
+        raise Refused(f"no good step in {root} has a metric: save_checkpoint(step, metric=...) gives it one")
+    return step_at[best[0]]
 
 
 def nbytes_of(step: Step) -> int:

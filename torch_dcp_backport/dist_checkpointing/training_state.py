@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -293,15 +293,6 @@ def are_alike(call: Call, value: Attempt[Any], doing: str) -> bool:
     with call.guard() as digest, naming_too_deep(value.value):
         digest.set(digest_of(values_of(value.value)))
     return call.gather_object(doing, digest, lambda digests: len(set(digests.values())) == 1)
-
-
-def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequence[param_groups.Group]:
-    """Return the param groups of all ranks, which differ, by the names of their parameters. Collective.
-
-    Raises:
-        CheckpointingException: ranks have the same parameter with different options.
-    """
-    return call.gather_object(TOGETHER, groups, param_groups.united)
 
 
 def plain_of(halves: Mapping[str, Any]) -> dict[str, Any]:

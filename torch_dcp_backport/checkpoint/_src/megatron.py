@@ -42,7 +42,6 @@ from torch_dcp_backport.dist_checkpointing.optimizer import (
 )
 from torch_dcp_backport.dist_checkpointing.serialization import loading
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
-from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
@@ -58,6 +57,9 @@ TRANSFORMER_CONFIG = "transformer_config.json"
 SCALARS = "scalars"
 #: The param groups of torch's own optimizer, of all ranks, by the keys of their parameters.
 NAMED = "named_groups"
+#: What a rank has for an optimizer, in errors: values of the last kind are Megatron's own, as it saves them.
+NO_OPTIMIZER, TORCH, ITS_OWN = "no optimizer", "one of torch's", "a sharded_state_dict of its own"
+PUTTING_TOGETHER = "putting the ranks' optimizers together"
 #: Common state: the numbers of pipeline stages, TP ranks and replicas.
 GRID = "grid"
 
@@ -171,11 +173,15 @@ class MegatronCheckpointManager(ShardedManager):
     def write(self, folder: Path, step: int) -> None:
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             made = call.attempt(self.generate_state_dict, self.checkpoint_save_contents)
-            groups = call.attempt(lambda state: state.get("optimizer", {}).get(NAMED), made)
-            are_alike, schedule = self.agree_on_save(call, folder, groups)
+            own = call.attempt(optimizer_values, made)
+            plain = call.attempt(lambda values: (values.kind, values.groups), own)
+            are_alike, schedule = self.agree_on_save(call, folder, plain)
             state = made.value
-            if groups.value is not None and not are_alike:
-                state["optimizer"][NAMED] = groups_together(call, groups.value)
+            if not are_alike:
+                # Every rank takes part, also one without an optimizer: the first rank alone saves these
+                # values, and may be the one that has none.
+                values = call.gather_object(PUTTING_TOGETHER, own.value, values_together)
+                state["optimizer"] = {**state.get("optimizer", {}), **values}
         with self.saving_state(folder / SHARDED, step, schedule) as parts:
             parts.update(state)
         if self.should_save_hf_model:
@@ -393,6 +399,57 @@ def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool
     ]
     state[SCALARS] = scalars
     return dict(state)
+
+
+class OptimizerValues(NamedTuple):
+    """The values of a rank's optimizer that are saved as common state, by the first rank alone."""
+
+    #: `NO_OPTIMIZER`, `TORCH` or `ITS_OWN`.
+    kind: str
+    #: The param groups, with the keys of their parameters, and the scalars of an optimizer of torch's.
+    groups: Sequence[Options] = ()
+    scalars: Mapping[str, Any] = {}
+
+
+def optimizer_values(state: Mapping[str, Any]) -> OptimizerValues:
+    """Return the values of the optimizer in a state dict of `generate_state_dict`."""
+    optimizer = state.get("optimizer")
+    if optimizer is None:
+        return OptimizerValues(NO_OPTIMIZER)
+    if NAMED not in optimizer:
+        return OptimizerValues(ITS_OWN)
+    return OptimizerValues(TORCH, optimizer[NAMED], optimizer[SCALARS])
+
+
+def values_together(values_by_rank: Mapping[int, OptimizerValues]) -> dict[str, Any]:
+    """Return the common values of the optimizers of all ranks, some of which may have none.
+
+    Raises:
+        CheckpointingException: ranks have the same parameter with different options, or optimizers whose
+            common values cannot be put together.
+    """
+    rank_by_kind: dict[str, int] = {}
+    for rank, values in sorted(values_by_rank.items()):
+        rank_by_kind.setdefault(values.kind, rank)
+    if ITS_OWN in rank_by_kind:
+        if TORCH in rank_by_kind:
+            raise CheckpointingException(
+                f"the optimizer of rank {rank_by_kind[ITS_OWN]} has {ITS_OWN}, and that of rank "
+                f"{rank_by_kind[TORCH]} is {TORCH}: all ranks need the same kind"
+            )
+        first = min(values_by_rank)
+        if values_by_rank[first].kind == NO_OPTIMIZER:
+            raise CheckpointingException(
+                f"rank {first} has {NO_OPTIMIZER}, and that of rank {rank_by_kind[ITS_OWN]} has {ITS_OWN}: "
+                f"the values that all ranks share are those of rank {first}; give it an optimizer, without "
+                "parameters if it trains none"
+            )
+        return {}
+    scalars: dict[str, Any] = {}
+    for _, values in sorted(values_by_rank.items()):
+        scalars = {**values.scalars, **scalars}
+    groups = {rank: values.groups for rank, values in values_by_rank.items()}
+    return {NAMED: param_groups.united(groups), SCALARS: scalars}
 
 
 def name_of(part: Any) -> str:

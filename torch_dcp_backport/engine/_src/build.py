@@ -396,13 +396,18 @@ def shard(
 def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[torch.device] = None) -> None:
     """Give parameters on meta memory on a device, without values; buffers go there with theirs.
 
-    Tied parameters stay tied: torch makes a new parameter for each name.
+    Tied parameters stay tied: torch makes a new parameter for each name. A buffer on meta gets memory if a
+    state dict has it, and its values with a load.
 
     Args:
         model: the model, sharded or not.
         device: the device of the parameters.
         buffers: the device of the buffers; None is `device`. CPUOffloadPolicy brings parameters to the
             device, but no buffers.
+
+    Raises:
+        ValueError: buffers on meta that no state dict has; before anything was changed, and on every rank
+            that has the model.
 
     Example:
         >>> import torch
@@ -413,6 +418,15 @@ def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[tor
         >>> model.weight.device.type, model.weight.shape
         ('cpu', torch.Size([2, 4]))
     """
+    # What a model computes into them when it is made, such as rotary frequencies, is in no file: its outputs
+    # would be silently wrong.
+    lost = [name for name, buffer, is_saved in buffers_of(model) if buffer.is_meta and not is_saved]
+    if lost:
+        raise ValueError(
+            f"materialize: {', '.join(lost)}: buffers on meta that no state dict has (persistent=False), "
+            "so their values are lost; make the model within engine.parameters_on_meta(), which keeps the "
+            "values of buffers, or register buffers with values first"
+        )
     tied = names_by_parameter(model).values()
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -537,11 +551,15 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     compat.reshard(model)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update((name, buffer) for name, buffer, is_saved in buffers_of(model) if is_saved)
+    return tensors
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the name of each buffer, the buffer, and whether a state dict has it."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[f"{path}.{name}".lstrip(".")] = buffer
-    return tensors
+            yield f"{path}.{name}".lstrip("."), buffer, name not in module._non_persistent_buffers_set
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine._src.heads import CHUNK, NO_LABEL
+from torch_dcp_backport.transfer import Call, groups_of
 
 #: Settings of a model's configuration by which its forward pass changes the logits behind the head.
 CHANGES = (
@@ -264,7 +265,7 @@ class FusedHead:
         self.logits_of = head.forward
         self.asked: Optional[Asked] = None
         self.made: Optional[torch.Tensor] = None
-        #: Whether a model's forward pass was seen to hand on what the head has made.
+        #: Whether a forward pass on any rank has shown that the model hands on what the head has made.
         self.is_checked = False
         head.forward = self.forward  # type: ignore[method-assign, assignment, unused-ignore]
 
@@ -296,27 +297,40 @@ class FusedHead:
             self.asked = self.made = None
 
     def results(self, logits: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the results in what the model calls its logits, within the context.
+        """Return the results in what the model calls its logits, within the context. Collective.
 
         Raises:
-            RuntimeError: the model does not call the head, or changes what comes from it; on every rank,
-                since each runs the same model.
+            RuntimeError: the model does not call the head, or changes what comes from it; on every rank.
         """
         assert self.asked is not None
         if not self.is_checked:
-            made = self.made
-            same = made is not None and made.shape == logits.shape
-            if not (same and torch.equal(_whole(made), _whole(logits))):
-                raise RuntimeError(
-                    f"a {type(model).__name__} changes the logits behind its head, or has other ones: "
-                    "use_fused_kernels=True would leave that out; take use_fused_kernels=False"
+            # A rank without labels sees nothing wrong, and would wait for the others in the backward pass. So
+            # all ranks compare what they saw, until one of them had labels: they run the same model.
+            with Call("cannot run the model", "forward", groups_of(), plain=(RuntimeError,)) as call:
+                has_labels = call.attempt(self._check, logits, model)
+                self.is_checked = call.gather_object(
+                    "checking the head", has_labels, lambda by_rank: any(by_rank.values())
                 )
-            # Zeros, of tokens without labels, are alike under any factor.
-            self.is_checked = bool(logits.detach().any())
         found = {"log_probs": logits[..., 0]}
         if self.asked.has_entropy:
             found["entropy"] = logits[..., 1]
         return found
+
+    def _check(self, logits: torch.Tensor, model: nn.Module) -> bool:
+        """Return whether what the head has made shows that the model hands it on as it is.
+
+        Raises:
+            RuntimeError: the model does not.
+        """
+        made = self.made
+        same = made is not None and made.shape == logits.shape
+        if not (same and torch.equal(_whole(made), _whole(logits))):
+            raise RuntimeError(
+                f"a {type(model).__name__} changes the logits behind its head, or has other ones: "
+                "use_fused_kernels=True would leave that out; take use_fused_kernels=False"
+            )
+        # Zeros, of tokens without labels, are alike under any factor.
+        return bool(logits.detach().any())
 
 
 def _whole(values: Optional[torch.Tensor]) -> torch.Tensor:

@@ -44,10 +44,16 @@ def listed(names: Union[None, str, Iterable[str]]) -> tuple[str, ...]:
     Raises:
         ValueError: something else than text.
     """
-    found = (names,) if isinstance(names, str) else tuple(names or ())
+    expected = f"expected {', '.join(KINDS)}, or a pattern of names"
+    if not names and not isinstance(names, str):
+        return ()
+    # A mapping would lose its values in silence.
+    if not isinstance(names, Iterable) or isinstance(names, (bytes, Mapping)):
+        raise ValueError(f"no_decay={names!r}: {expected}; or a list of them")
+    found = (names,) if isinstance(names, str) else tuple(names)
     for name in found:
         if not isinstance(name, str) or not name:
-            raise ValueError(f"no_decay has {name!r}: expected {', '.join(KINDS)}, or a pattern of names")
+            raise ValueError(f"no_decay has {name!r}: {expected}")
     return found
 
 

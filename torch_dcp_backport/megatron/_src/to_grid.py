@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -61,8 +61,9 @@ def to_grid(
     tensors = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in copied.items()}
     tensors.update(optimizer.tensors)
     own = model_folder(folder)
-    kind = json.loads((own / CONFIG).read_text()).get("model_type", "GPT") if own is not None else "GPT"
-    found = found_in(checkpoint, kind)
+    kind = call.attempt(kind_of, own)
+    call.agree_on_outcome()
+    found = found_in(checkpoint, kind.value)
     slabs = (next(slabs_of(weight_of(key), info.shape)).numel for key, info in optimizer.tensors.items())
     largest = max(slabs, default=0) * torch.float32.itemsize
     result = Converted("checkpoint", tensors, {}, {}, found, optimizer.held + largest)
@@ -91,6 +92,25 @@ def to_grid(
 
     write_checkpoint(out, how, state_in, {} if own is None else companions_of(own))
     return result
+
+
+def kind_of(folder: Optional[Path]) -> str:
+    """Return the model_type in a folder's config.json; "GPT" without a folder, or where the file has none.
+
+    Raises:
+        CheckpointingException: the file is no JSON object.
+        OSError: it cannot be read.
+    """
+    if folder is None:
+        return "GPT"
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointingException(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointingException(f"{path} has a {type(config).__name__}, and no JSON object")
+    return str(config.get("model_type", "GPT"))
 
 
 def in_a_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
