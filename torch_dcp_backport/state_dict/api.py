@@ -287,7 +287,14 @@ def set_state_dict(
 
 
 def as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return (optimizers,)
+    if not isinstance(optimizers, Iterable):
+        raise TypeError(
+            f"optimizers is a {type(optimizers).__name__}: expected an Optimizer, or several; "
+            "if it wraps one, give that one"
+        )
+    return tuple(optimizers)
 
 
 def verify_state_dict(

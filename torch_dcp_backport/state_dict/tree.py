@@ -23,6 +23,10 @@ class ListIndex(int):
     """A step of a path into a list, as opposed to an integer key of a dict."""
 
 
+class TupleIndex(ListIndex):
+    """A step of a path into a tuple."""
+
+
 def rebuild(tree: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """A copy of nested dicts, lists and tuples with `leaf(path, value)` for every other value."""
     if isinstance(tree, Mapping):
@@ -46,8 +50,9 @@ def _collect(values: dict[Path, Any], opens: Callable[[Sequence[Any]], bool], pa
         for key, value in tree.items():
             _collect(values, opens, (*path, key), value)
     elif isinstance(tree, (list, tuple)) and opens(tree):
+        kind = TupleIndex if isinstance(tree, tuple) else ListIndex
         for index, value in enumerate(tree):
-            _collect(values, opens, (*path, ListIndex(index)), value)
+            _collect(values, opens, (*path, kind(index)), value)
     else:
         values[path] = tree
 
@@ -60,11 +65,12 @@ def place(tree: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def with_lists(tree: Any) -> Any:
-    """The tree that `place` made of the paths of `leaves`, with its lists."""
+    """The tree that `place` made of the paths of `leaves`, with its lists and tuples."""
     if not isinstance(tree, dict):
         return tree
     if tree and all(isinstance(key, ListIndex) for key in tree):
-        return [with_lists(tree[key]) for key in sorted(tree)]
+        items = [with_lists(tree[key]) for key in sorted(tree)]
+        return tuple(items) if all(isinstance(key, TupleIndex) for key in tree) else items
     return {key: with_lists(value) for key, value in tree.items()}
 
 

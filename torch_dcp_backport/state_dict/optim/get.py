@@ -6,6 +6,7 @@ No optimizer is changed, but a fresh one gets its first states.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -22,6 +23,9 @@ from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of, params_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
+from torch_dcp_backport.transfer import warn_once
+
+logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 
 @torch.no_grad()
@@ -35,10 +39,12 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
     for optim in optimizers:
         init_optim_state(optim)
         if info.fsdp_modules:
-            state = with_first_states(optim, original_method(optim, "state_dict")())
+            state = with_first_states(optim, own_state(optim))
+            warn_of_left_out(optim, state)
             named = fsdp1.named_state(model, optim, state, info)
         else:
             named = with_first_states(optim, named_state(params, optim))
+            warn_of_left_out(optim, named)
         if named:
             result[STATE].update(named[STATE])
             result[GROUPS].extend(named[GROUPS])
@@ -62,9 +68,36 @@ class Params:
         return fqns
 
 
+def own_state(optim: Optimizer) -> dict[str, Any]:
+    """`optim.state_dict()`, which has states and groups.
+
+    Raises:
+        KeyError: it has none, as that of an optimizer that wraps another one.
+    """
+    state: dict[str, Any] = original_method(optim, "state_dict")()
+    lacking = [key for key in (STATE, GROUPS) if key not in state]
+    if lacking:
+        raise KeyError(
+            f"state_dict() of {type(optim).__name__} has no {' and no '.join(map(repr, lacking))}, but "
+            f"{sorted(map(str, state))}; if it wraps an optimizer, give that one"
+        )
+    return state
+
+
+def warn_of_left_out(optim: Optimizer, state: Mapping[str, Any]) -> None:
+    """Warn of what an optimizer's own state dict has and a state dict by FQN has no place for."""
+    others = sorted(str(key) for key in state if key not in (STATE, GROUPS))
+    if others:
+        warn_once(
+            logger,
+            f"state_dict() of {type(optim).__name__} has {', '.join(map(repr, others))}, "
+            "which the state dict by FQN leaves out, as torch's does: save it beside",
+        )
+
+
 def named_state(params: Params, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
-    state = original_method(optim, "state_dict")()
+    state = own_state(optim)
     numbered = dict(enumerate(params_of(optim)))
     check_params(optim, params.fqns)
     fqns = {number: params.fqns[param] for number, param in numbered.items()}

@@ -21,7 +21,7 @@ from torch_dcp_backport.state_dict.optim.absent import raise_missing
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
-from torch_dcp_backport.state_dict.optim.own import load_into
+from torch_dcp_backport.state_dict.optim.own import call_load, load_into, restore_texts
 from torch_dcp_backport.state_dict.optim.plan import (
     STATELESS,
     GroupValue,
@@ -163,7 +163,8 @@ def load_parts(prepared: PreparedParts) -> None:
     begun = [beginning for beginning, _ in prepared]
     with undone_if_failed(begun):
         for beginning, part in prepared:
-            original_method(beginning.optim, "load_state_dict")(state_dict=part)
+            call_load(original_method(beginning.optim, "load_state_dict"), part)
+            restore_texts(beginning.optim, part)
             begun.remove(beginning)
 
 

@@ -7,17 +7,20 @@ torch's (what looks into torch's frames, or changes its functions' byte code, se
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.optim.initial import is_hooked
 from torch_dcp_backport.state_dict.patched import original_method
+from torch_dcp_backport.state_dict.tree import Path, leaves, rebuild
 
 NAME, HOME, WRAPPER = "__name__", "torch.optim.optimizer", "torch._compile"
 
@@ -46,7 +49,44 @@ def load_into(optim: Optimizer, state_dict: dict[str, Any]) -> None:
     if is_torchs(load, optim) and not is_hooked(optim):
         groups = [{**group, PARAMS: IndexedParams(group[PARAMS])} for group in state_dict[GROUPS]]
         state_dict = {**state_dict, GROUPS: groups}
-    load(state_dict=state_dict)
+    call_load(load, state_dict)
+    restore_texts(optim, state_dict)
+
+
+def call_load(load: Callable[..., Any], state_dict: Mapping[str, Any]) -> None:
+    """Call a load_state_dict() by its argument's name, as torch does; by place if it has another name."""
+    arguments: list[inspect.Parameter] = []
+    with contextlib.suppress(TypeError, ValueError):
+        arguments = list(inspect.signature(load).parameters.values())
+    is_named = not arguments or any(
+        argument.name == "state_dict" or argument.kind is argument.VAR_KEYWORD for argument in arguments
+    )
+    if is_named:
+        load(state_dict=state_dict)
+    else:
+        load(state_dict)
+
+
+def restore_texts(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Put the texts of a loaded state dict back into an optimizer's states.
+
+    torch's own load_state_dict() takes a text for a list of letters, and leaves the text of a generator.
+    """
+
+    def leaf(path: Path, value: Any) -> Any:
+        is_damaged = isinstance(value, str) and value.startswith(
+            "<generator object Optimizer.load_state_dict"
+        )
+        return texts.get(path, value) if is_damaged else value
+
+    for group, loaded in zip(getattr(optim, "param_groups", ()), state_dict.get(GROUPS, ())):
+        for param, name in zip(group[PARAMS], loaded[PARAMS]):
+            own = getattr(optim, "state", {}).get(param, {})
+            for key, value in state_dict[STATE].get(name, {}).items():
+                if key in own and isinstance(value, (str, Mapping, list, tuple)):
+                    texts = leaves(value, opens=lambda _: True)
+                    if any(isinstance(text, str) for text in texts.values()):
+                        own[key] = rebuild(own[key], leaf)
 
 
 def is_torchs(load: object, optim: Optimizer) -> bool:

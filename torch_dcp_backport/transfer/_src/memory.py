@@ -22,6 +22,9 @@ def has_values(value: torch.Tensor) -> bool:
 
 def layout_text(value: torch.Tensor) -> str:
     """The kind of a tensor without slices, for errors."""
+    if value.is_quantized:
+        # Its layout is that of a plain tensor.
+        return f"quantized {type(value).__name__} of {value.dtype}"
     return f"{type(value).__name__} of layout {value.layout}"
 
 
