@@ -402,7 +402,6 @@ def test_how_often_the_ranks_meet(ranks, tmp_path: Path) -> None:
         "looking for steps",
         "verifying the files",
         "looking",
-        "looking who saved it",
         "reading what was saved",
         "opening",
         "planning",

@@ -216,6 +216,21 @@ def test_verl_in_save_contents_writes_its_files(ranks, tmp_path: Path, how: str,
     assert state._metadata[""] == {"version": 1}
 
 
+def test_files_that_a_load_brings_from_a_store_are_known_as_verls(tmp_path: Path) -> None:
+    """Before they are here, no rank can see who saved them."""
+    trainer, url = trainer_of(tmp_path), str(tmp_path / "store" / "actor")
+    trainer.train(1)
+    manager = manager_of(trainer, ALONE)
+    manager.save_checkpoint(tmp_path / "actor", url, 1)
+    manager.finish()
+    shutil.rmtree(tmp_path / "actor")
+    fresh = trainer_of(tmp_path, 9)
+    manager_of(fresh, ALONE).load_checkpoint(tmp_path / "actor", url)
+    before, after = trainer.state(), fresh.state()
+    assert all(map(torch.equal, before["parameters"], after["parameters"]))
+    assert all(map(torch.equal, before["moments"], after["moments"]))
+
+
 def test_files_that_nothing_could_load_again_are_not_written(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     with pytest.raises(ValueError, match="verl alone could not be loaded again"):

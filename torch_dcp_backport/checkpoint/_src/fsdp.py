@@ -468,7 +468,7 @@ class FSDPCheckpointManager(ShardedManager):
 
     def read(self, folder: Path) -> None:
         path = folder / SHARDED
-        if verl_world := self.verl_world(folder):
+        if verl_world := self.seen:
             if not self.partial.is_whole:
                 raise CheckpointingException(
                     f"{folder}: exclude and rename are not offered of verl's own files"
@@ -615,23 +615,19 @@ class FSDPCheckpointManager(ShardedManager):
                     torch.save(state, folder / verl.name_of(part, world, rank))
             call.barrier("writing the files of verl's manager")
 
-    def verl_world(self, folder: Path) -> int:
-        """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did. Collective.
+    def seen_in(self, folder: Path) -> int:
+        """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did.
 
         Args:
             folder: the folder of the checkpoint.
+
+        Raises:
+            CheckpointingException: several of verl's saves are in it; an adapter would be scaled otherwise.
         """
-        with begin(CANNOT_LOAD, "load", self.process_group) as call:
-
-            def world_of_verl(_: Mapping[int, None]) -> int:
-                world = 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
-                if world:
-                    self.check_adapters(folder)
-                return world
-
-            return call.gather_object(
-                "looking who saved it", None, world_of_verl, must_agree={"folder": str(folder)}
-            )
+        world = 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
+        if world:
+            self.check_adapters(folder)
+        return world
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         super().check_contents(path, state)

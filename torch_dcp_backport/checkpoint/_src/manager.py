@@ -199,6 +199,8 @@ class BaseCheckpointManager:
         self._shelves: dict[tuple[Path, Path], Shelf] = {}
         #: The wishes of the load under way; and every key that the last load has left out.
         self.partial = WHOLE
+        #: Of the folder that is loaded, as `seen_in` returned it on the first rank.
+        self.seen: Any = None
         self.left_out: tuple[str, ...] = ()
         #: Whether anything was ever uploaded; the same on every rank.
         self._is_uploading = False
@@ -356,13 +358,15 @@ class BaseCheckpointManager:
                     raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
                 self.partial = self.checked_partial(local_path, exclude, rename)
                 folder.set(None if local_path is None else Path(local_path))
-            path = together.located(call, folder, common, is_brought=hdfs_path is not None)
+            path, seen = together.located(call, folder, common, hdfs_path is not None, self.seen_in)
             if path is not None and hdfs_path is not None:
                 bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
                 brought = together.waited_for(call, "bringing it from the store", bring)
         if path is not None:
             is_verified = None if hdfs_path is None else False
-            with together.reading(path, is_verified=is_verified, group=self.process_group):
+            look, group = functools.partial(self.seen_in, path), self.process_group
+            with together.reading(path, is_verified=is_verified, group=group, look=look) as seen_now:
+                self.seen = seen if hdfs_path is None else seen_now
                 self.read(path)
             if del_local_after_load and brought is not None and self.is_first:
                 uploads.remove_brought(path, brought)
@@ -409,6 +413,16 @@ class BaseCheckpointManager:
             folder: the folder; the same on every rank.
         """
         raise NotImplementedError
+
+    def seen_in(self, folder: Path) -> object:
+        """Return what every rank has to know of a folder before `read`, which finds it as `seen`.
+
+        Runs on the first rank, before any rank reads; what it raises is raised on every rank.
+
+        Args:
+            folder: the folder, whose files have the sizes in its manifest.
+        """
+        return None
 
     @property
     def is_first(self) -> bool:

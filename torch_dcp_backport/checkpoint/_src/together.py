@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch.distributed as dist
 
@@ -438,7 +438,22 @@ def publish(
             logger.exception("%s is saved; what was to follow failed", asked.final)
 
 
-def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brought: bool) -> Optional[Path]:
+class Located(NamedTuple):
+    """A folder that is to be loaded, as the first rank found it."""
+
+    #: Where it is; None for no folder.
+    path: Optional[Path]
+    #: What the first rank saw in it; None of a folder that may yet be brought.
+    seen: Any
+
+
+def located(
+    call: Call,
+    folder: Attempt[Optional[Path]],
+    common: Common,
+    is_brought: bool,
+    look: Callable[[Path], object],
+) -> Located:
     """Return where a folder is that a killed save may have hidden. Collective; changes nothing.
 
     The sizes of its files are compared with its manifest, unless it is brought.
@@ -448,6 +463,8 @@ def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brou
         folder: its path; None for no folder.
         common: other values that must be the same on every rank.
         is_brought: whether the folder is brought from a store, under its own name, if it is not whole here.
+        look: called on the first rank with the folder, once its files are compared; not of a folder that is
+            brought, of which `reading` asks.
 
     Raises:
         CheckpointingException: the same on every rank.
@@ -455,17 +472,18 @@ def located(call: Call, folder: Attempt[Optional[Path]], common: Common, is_brou
     with call.guard() as same:
         same.set({"folder": str(folder.value), **common})
 
-    def place_of(_: Mapping[int, None]) -> Optional[str]:
+    def place_of(_: Mapping[int, None]) -> tuple[Optional[str], object]:
         path = folder.value
-        place = None if path is None else store.located(path)
-        if place is not None and is_brought and store.fault_by_sizes(place):
-            place = path
-        if place is not None and not is_brought:
-            check_sizes(place)
-        return None if place is None else str(place)
+        if path is None:
+            return None, None
+        place = store.located(path)
+        if is_brought:
+            return str(path if store.fault_by_sizes(place) else place), None
+        check_sizes(place)
+        return str(place), look(place)
 
-    place = call.gather_object("looking", None, place_of, must_agree=same)
-    return None if place is None else Path(place)
+    place, seen = call.gather_object("looking", None, place_of, must_agree=same)
+    return Located(None if place is None else Path(place), seen)
 
 
 @contextlib.contextmanager
