@@ -403,7 +403,6 @@ def test_how_often_the_ranks_meet(ranks, tmp_path: Path) -> None:
         "verifying the files",
         "looking",
         "reading what was saved",
-        "opening",
         "planning",
         "settling",
         "loading",

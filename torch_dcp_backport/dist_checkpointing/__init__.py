@@ -42,7 +42,11 @@ from torch_dcp_backport.dist_checkpointing._src.calls import begin as begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of as digest_of, values_of as values_of
 from torch_dcp_backport.dist_checkpointing._src.table import covered as covered
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged as Damaged, OpenFiles as OpenFiles
-from torch_dcp_backport.dist_checkpointing._src.load import Opened as Opened, load_object as load_object
+from torch_dcp_backport.dist_checkpointing._src.load import (
+    Opened as Opened,
+    Opening as Opening,
+    load_object as load_object,
+)
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading as Loading
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored as Stored
 from torch_dcp_backport.dist_checkpointing._src.options import (

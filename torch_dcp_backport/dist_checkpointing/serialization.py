@@ -51,7 +51,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     parse_strict_flag,
     read_digests,
 )
-from torch_dcp_backport.transfer import Attempt, Group, gc_context
+from torch_dcp_backport.transfer import NOTHING, Attempt, Group, gc_context
 
 __getattr__ = refusing(__name__, "get_default_save_common_strategy", ": the common state needs no strategy")
 
@@ -311,7 +311,9 @@ class LoadUnderWay:
 
 
 @contextlib.contextmanager
-def loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderWay]:
+def loading(
+    checkpoint_dir: Folder, options: LoadOptions, opened: Optional[Attempt[Opened]] = None
+) -> Iterator[LoadUnderWay]:
     """Load what is asked for in the context; what fails there is raised on every rank. Collective.
 
         with loading(folder, options) as load:
@@ -320,6 +322,7 @@ def loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderW
 
     Args:
         checkpoint_dir, options: of the load.
+        opened: the attempt to open the checkpoint on this rank, by an `Opening` of all ranks; None opens it.
 
     Returns:
         The load, with the open checkpoint in the context, and the result after it.
@@ -328,12 +331,14 @@ def loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderW
         CheckpointingException: as `load`.
     """
     # Objects that only the load needs are gone when the collector may look at them.
-    with gc_context(), _loading(checkpoint_dir, options) as load:
+    with gc_context(), _loading(checkpoint_dir, options, opened) as load:
         yield load
 
 
 @contextlib.contextmanager
-def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderWay]:
+def _loading(
+    checkpoint_dir: Folder, options: LoadOptions, opened: Optional[Attempt[Opened]]
+) -> Iterator[LoadUnderWay]:
     clock = report.Clock()
     with begin(CANNOT_LOAD, "load", options.process_group, is_alone=options.is_alone) as call:
         with call.guard() as folder:
@@ -342,7 +347,11 @@ def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnder
             mode = parse_strict_flag(options.strict)
             # It decides on what the ranks do together.
             same.set({"strict": mode.value, "verify_integrity": str(bool(options.verify_integrity))})
-        checkpoint = engine.open_together(call, folder, same)
+        if opened is None:
+            checkpoint = engine.open_together(call, folder, same)
+        else:
+            # A problem of this rank with it is one of this call.
+            checkpoint = call.attempt(lambda own: own, opened)
         if options.verify_integrity:
             digests = read_digests(call, folder.value)
             check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
@@ -354,7 +363,7 @@ def _loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnder
                 own.set(Loading(call, checkpoint.value, files, split(asked.value), mode, options))
             if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
                 call.kind = PlanRefused
-            missing = agree_on_load(call, own)
+            missing = agree_on_load(call, own, NOTHING if opened is None else same)
             call.kind = CheckpointingException
             loaded: Loading = own.value
             result: Any = loaded.read()

@@ -483,7 +483,7 @@ class FSDPCheckpointManager(ShardedManager):
                 own.set(names_held(views, frozen))
             names = call.attempt(lambda held: [sorted(part) for part in held], own)
             wanted = (SAVED, WORLD, SCHEDULERS_WORLD, LORA_ONLY)
-            common, are_alike = self.agree_on_load(call, path, wanted, names)
+            common, are_alike, opened = self.agree_on_load(call, path, wanted, names)
             others = RankNames() if are_alike else names_lacking(call, own.value)
             below: dict[str, Any] = {}
             if LORA_ONLY in common and MODEL in views:
@@ -498,7 +498,9 @@ class FSDPCheckpointManager(ShardedManager):
         is_all = self.loads_all(common) and not frozen and self.partial.is_whole
         strict = "raise_all" if is_all else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
-        with loading(path, options) as load:
+        with loading(path, options, opened) as load:
+            # Its index may be large, and the load is over before the restore.
+            del opened
             if OPTIMIZER in state and self.partial.is_whole:
                 # What is left out of a partial load stays as it is: there both sides have to be alike.
                 take_states_of_checkpoint(

@@ -34,13 +34,14 @@ from torch_dcp_backport.checkpoint._src.uploads import Uploads
 from torch_dcp_backport.dist_checkpointing import (
     PARAMS,
     CheckpointingException,
+    Opened,
+    Opening,
     SaveOptions,
     ShardedObject,
     begin,
     checked_bool,
     checked_seconds,
     digest_of,
-    load_common_state_dict,
     resolved,
     values,
     values_of,
@@ -795,8 +796,8 @@ class ShardedManager(BaseCheckpointManager):
 
     def agree_on_load(
         self, call: Call, path: Path, names: Collection[str], plain: Optional[Attempt[Any]] = None
-    ) -> tuple[Mapping[str, Any], bool]:
-        """Read the common state, check its contents, and compare the ranks' parts. Collective.
+    ) -> tuple[Mapping[str, Any], bool, Attempt[Opened]]:
+        """Open the checkpoint, check its contents, and compare the ranks' parts, all at once. Collective.
 
         Args:
             call: with the problems of ranks that could not make their part of the load.
@@ -805,18 +806,28 @@ class ShardedManager(BaseCheckpointManager):
             plain: values of this rank that are compared with the other ranks'.
 
         Returns:
-            The named entries that the common state has; and whether all ranks have the same plain values.
+            The named entries that the common state has; whether all ranks have the same plain values; and
+            the checkpoint, for `loading`.
+
+        Raises:
+            CheckpointingException: it cannot be opened, or lacks a content, or a rank has a problem; the same
+                on every rank.
         """
         same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
+        opening = Opening(Attempt(path))
 
-        def checked_entries(digests: Mapping[int, bytes]) -> tuple[Mapping[str, Any], bool]:
-            state = load_common_state_dict(path, trust=self.trust)
+        def checked_entries(digests: Mapping[int, bytes]) -> tuple[Mapping[str, Any], bool, Any]:
+            content = opening.read()
+            state = opening.opened_from(content).common_state(self.trust)
             self.check_contents(path, state)
             entries = {name: state[name] for name in names if name in state}
-            return entries, len(set(digests.values())) == 1
+            return entries, len(set(digests.values())) == 1, content
 
         digest = call.attempt(digest_alike, plain)
-        return call.gather_object("reading what was saved", digest, checked_entries, must_agree=same)
+        entries, are_alike, content = call.gather_object(
+            "reading what was saved", digest, checked_entries, must_agree=same
+        )
+        return entries, are_alike, call.attempt(opening.opened_from, content)
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lacks a content to load.

@@ -205,12 +205,14 @@ class MegatronCheckpointManager(ShardedManager):
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with call.guard():
                 state = self.generate_state_dict(contents, is_loading=True)
-            common, _ = self.agree_on_load(call, path, (SAVED, WORLD, GRID, SCHEDULERS_WORLD))
+            common, _, opened = self.agree_on_load(call, path, (SAVED, WORLD, GRID, SCHEDULERS_WORLD))
         place = self.parallel_place()
         saved_world = common.get(WORLD, self.place()[1])
         strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
-        with loading(path, options) as load:
+        with loading(path, options, opened) as load:
+            # Its index may be large, and the load is over before the restore.
+            del opened
             if NAMED in state.get("optimizer", {}):
                 saved = load.checkpoint.common_state(self.trust).get("optimizer", {})
                 param_groups.check(saved_groups(saved, state["optimizer"][NAMED]), state["optimizer"][NAMED])

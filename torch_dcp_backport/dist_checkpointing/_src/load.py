@@ -162,6 +162,29 @@ def opened(folder: Path, content: SmallFiles) -> Opened:
     return Opened(folder, index, common)
 
 
+class Opening:
+    """A checkpoint that the first rank reads and opens in an agreement, and the other ranks after it."""
+
+    def __init__(self, folder: Attempt[Path]) -> None:
+        self._folder = folder
+        #: Of the first rank.
+        self._checkpoint: Optional[Opened] = None
+
+    def read(self) -> SmallFiles:
+        """Return what every rank opens. Runs on the first rank, so that only one rank reports problems.
+
+        Raises:
+            CheckpointingException: there is no checkpoint, or it cannot be opened.
+        """
+        content = small_files(self._folder.value, is_whole=False)
+        self._checkpoint = opened(self._folder.value, content)
+        return content
+
+    def opened_from(self, content: SmallFiles) -> Opened:
+        """Return the checkpoint, of the files that the first rank has read."""
+        return self._checkpoint or opened(self._folder.value, content)
+
+
 def open_together(
     call: Call, folder: Attempt[Path], common: Union[Common, Attempt[Common]] = NOTHING
 ) -> Attempt[Opened]:
@@ -173,19 +196,9 @@ def open_together(
     Raises:
         CheckpointingException: there is none, or it is incomplete, or ranks differ; the same on every rank.
     """
-    checkpoint: Optional[Opened] = None
-
-    def read(_: Mapping[int, None]) -> SmallFiles:
-        nonlocal checkpoint
-        content = small_files(folder.value, is_whole=False)
-        # Here, so that only one rank reports their problems.
-        checkpoint = opened(folder.value, content)
-        return content
-
-    content = call.gather_object("opening", None, read, must_agree=common)
-    with call.guard() as own:
-        own.set(checkpoint or opened(folder.value, content))
-    return own
+    opening = Opening(folder)
+    content = call.gather_object("opening", None, lambda _: opening.read(), must_agree=common)
+    return call.attempt(opening.opened_from, content)
 
 
 class WantedBox(NamedTuple):

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +38,7 @@ from torch_dcp_backport.transfer import (
     DOUBTFUL,
     Attempt,
     Call,
+    Common,
     Findings,
     Problem,
     Refusal,
@@ -322,15 +323,20 @@ def is_in(common: Any, path: Sequence[Any]) -> bool:
     return True
 
 
-def agree_on_load(call: Call, made: Attempt[Loading]) -> set[str]:
+def agree_on_load(call: Call, made: Attempt[Loading], common: Union[Common, Attempt[Common]]) -> set[str]:
     """Raise every rank's problems on every rank; return the missing keys.
+
+    Args:
+        common: what must be the same on every rank, where no agreement before has compared it.
 
     Raises:
         CheckpointingException: something cannot be loaded as it is asked for.
     """
     with call.guard() as own:
         own.set(made.value.described())
-    missing, unfolded = call.gather_object("planning", own, lambda heard: made.value.decided(heard))
+    missing, unfolded = call.gather_object(
+        "planning", own, lambda heard: made.value.decided(heard), must_agree=common
+    )
     loading = made.value
     loading.unfold(unfolded)
     if loading.mode.logs and (missing or loading.unexpected):
