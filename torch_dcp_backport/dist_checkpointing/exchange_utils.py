@@ -20,7 +20,7 @@ from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import is_float8t
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id, spelled
+from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id, shard_text
 from torch_dcp_backport.transfer import (
     DOUBTFUL,
     Attempt,
@@ -345,7 +345,7 @@ def exchanged(
             raise CheckpointingException(f"{algorithm} needs a shard_distribution")
         result = {shard: nominal(tensor) for shard, tensor in loaded.items()}
         for shard, tensor in result.items():
-            check_memory(spelled(shard), tensor, tuple(tensor.shape), tensor.dtype)
+            check_memory(shard_text(shard), tensor, tuple(tensor.shape), tensor.dtype)
         own.loaded.update(
             (shard, ShardShape(tuple(value.shape), value.dtype)) for shard, value in result.items()
         )
@@ -354,7 +354,7 @@ def exchanged(
                 own.waiting[shard] = shape = shape_of(adopted(part))
                 data = adopted(part).data
                 if data is not None:
-                    check_memory(spelled(shard), data, shape.size, shape.dtype, is_written=True)
+                    check_memory(shard_text(shard), data, shape.size, shape.dtype, is_written=True)
         if distribution is not None and algorithm != GATHER_OBJECT:
             own.mains.update(distribution.main_rank_for_shard)
 
@@ -387,7 +387,7 @@ def exchanged(
     failures: list[Failure] = []
     move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL, failures.append))
     for error, name in failures:
-        call.record(call.problem_of(error, spelled(names[name]) if name else ""), error)
+        call.record(call.problem_of(error, shard_text(names[name]) if name else ""), error)
     call.barrier("settling", so_far=DOUBTFUL)
     return {**result, **targets}
 
@@ -417,7 +417,7 @@ def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> 
         if not holders:
             expected = "one" if main is None else f"by rank {ranks[main]}" if main < len(ranks) else f"{main}"
             findings.append(
-                (waiting[0], Problem("a shard that no rank has loaded", spelled(shard), "none", expected))
+                (waiting[0], Problem("a shard that no rank has loaded", shard_text(shard), "none", expected))
             )
             continue
         source = holders[0]
@@ -426,7 +426,7 @@ def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> 
         for rank in waiting:
             if own_by_rank[rank].waiting[shard] != shape:
                 findings.append(
-                    (rank, mismatch(spelled(shard), own_by_rank[rank].waiting[shard], shape, source))
+                    (rank, mismatch(shard_text(shard), own_by_rank[rank].waiting[shard], shape, source))
                 )
     if first.algorithm == GATHER_OBJECT:
         findings += [
@@ -436,7 +436,7 @@ def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> 
 
 
 def loaded_twice(shard: ShardId, ranks: list[int]) -> Problem:
-    return Problem("loaded by several ranks", spelled(shard), f"ranks {ranks}", "one")
+    return Problem("loaded by several ranks", shard_text(shard), f"ranks {ranks}", "one")
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) -> dict[ShardId, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing._src.calls import begin, told_to
+from torch_dcp_backport.dist_checkpointing._src.calls import as_problems_of, begin
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import data_shape
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import (
@@ -40,7 +40,7 @@ from torch_dcp_backport.dist_checkpointing.utils import (
     ShardId,
     _sharded_object_id,
     _sharded_tensor_shard_id,
-    spelled,
+    shard_text,
     zip_strict,
 )
 from torch_dcp_backport.dist_checkpointing.validation import (
@@ -133,7 +133,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
         with begin(CANNOT_TAKE, "save") as call:
             if algo == FULLY_PARALLEL and is_new and dist.is_initialized():
                 shared = call.attempt(
-                    told_to(None, parallelization_group, determine_main_replica_uniform_distribution),
+                    as_problems_of(None, parallelization_group, determine_main_replica_uniform_distribution),
                     sharded,
                     parallelization_group,
                     True,
@@ -310,7 +310,7 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
         with begin(CANNOT_GIVE, "load") as call:
             call.kind = NotHeld
             values = call.attempt(
-                told_to(None, parallelization_group, self._exchanged),
+                as_problems_of(None, parallelization_group, self._exchanged),
                 asked,
                 algo,
                 exchange_algo,
@@ -362,10 +362,12 @@ class MCoreTensorAwareStateDict(_base):  # type: ignore[misc]
             shard = _sharded_tensor_shard_id(part) if is_tensor else _sharded_object_id(part)
             known: Mapping[ShardId, Any] = tensors if is_tensor else objects
             if shard not in known:
-                raise NotHeld(f"a shard that this rank does not have: {spelled(shard)}")
+                raise NotHeld(f"a shard that this rank does not have: {shard_text(shard)}")
             if is_tensor and tuple(known[shard].shape) != data_shape(part):
                 got, expected = tuple(known[shard].shape), data_shape(part)
-                raise NotHeld(f"a shard of another shape: {spelled(shard)} (expected {expected}, got {got})")
+                raise NotHeld(
+                    f"a shard of another shape: {shard_text(shard)} (expected {expected}, got {got})"
+                )
             return known[shard]
 
         return dict_list_map_outplace(value_of, asked)

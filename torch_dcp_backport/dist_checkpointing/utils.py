@@ -178,6 +178,6 @@ def _clean_metadata_for_serialization(metadata: Optional[dict[str, Any]]) -> Opt
     return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
-def spelled(shard: ShardId) -> str:
+def shard_text(shard: ShardId) -> str:
     key, offset, *_ = shard
     return f"{key} at {offset}"

@@ -310,7 +310,7 @@ def read_digests(call: Call, folder: Path) -> integrity.Digests:
 
 
 def check_digests(call: Call, folder: Path, digests: integrity.Digests, needed: Iterable[str] = ()) -> None:
-    """Record the problems of this rank's part of the files, for the next meeting.
+    """Record the problems of this rank's part of the files, for the next agreement.
 
     Args:
         needed: files that the list has to name.

@@ -141,7 +141,7 @@ def state_of(path: Path) -> tuple[int, ...]:
 #: The same texts at every depth: ranks hear of an early failure of another rank where they next agree.
 CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
 CANNOT_UPLOAD = "cannot upload the checkpoint"
-#: Seconds between two meetings of ranks that wait for the first rank: less than any group's timeout.
+#: Seconds between two agreements of ranks that wait for the first rank: less than any group's timeout.
 PATIENCE = 2.0
 #: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")

@@ -1,4 +1,4 @@
-"""The calls of this room, whose meetings raise its own exception."""
+"""The calls of this room, whose agreements raise its own exception."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def world_size(group: Group) -> int:
     return max(dist.get_world_size(group), 1) if dist.is_initialized() else 1
 
 
-def told_to(everyone: Group, group: Group, function: Callable[..., Any]) -> Callable[..., Any]:
+def as_problems_of(everyone: Group, group: Group, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose errors are problems of this rank in the call of a wider group.
 
     An error that the ranks of a narrower group agreed on is not known to the others.

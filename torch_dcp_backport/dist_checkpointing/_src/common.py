@@ -72,7 +72,7 @@ def findings_of(values_by_rank: Mapping[int, Values]) -> Findings:
     return findings
 
 
-def told(rank: int, own: Values, first: int, expected: Values) -> str:
+def mismatch_line(rank: int, own: Values, first: int, expected: Values) -> str:
     """Return Megatron's sentence on a rank whose common values are others than the first rank's; "" if none.
 
     Programs look for it in the rank's own log.

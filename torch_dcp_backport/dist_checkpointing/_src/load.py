@@ -18,7 +18,7 @@ from torch_dcp_backport.dist_checkpointing._src import commit, metadata, packed,
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
-from torch_dcp_backport.dist_checkpointing._src.table import Row, covered, spelled
+from torch_dcp_backport.dist_checkpointing._src.table import Row, box_text, covered
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.dist_checkpointing.core import (
     COMMON_BACKEND,
@@ -235,7 +235,7 @@ def problems_of(index: Index, wanted: Sequence[WantedBox]) -> Iterator[Problem]:
             have = covered(part for _, part in parts)
             expected = overlap(box, stored.shape) if allow_shape_mismatch else expected
         if have != expected:
-            what = f"the checkpoint does not have all of {spelled(box)}"
+            what = f"the checkpoint does not have all of {box_text(box)}"
             yield Problem(what, row.key, f"{have} elements", f"{expected} elements")
         if data is not None and data.is_meta:
             yield Problem("a tensor on the meta device cannot be loaded into", row.key)

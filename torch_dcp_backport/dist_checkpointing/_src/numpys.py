@@ -78,10 +78,10 @@ class Name:
         raise ValueError(f"a numpy array that is made by its class ({HOW})")
 
 
-def dtype_of(stand_in: Any) -> Any:
-    if type(stand_in) is not Dtype or stand_in.value is None:
-        raise ValueError(f"a numpy value of a {type(stand_in).__name__}, and no dtype")
-    return stand_in.value
+def dtype_of(placeholder: Any) -> Any:
+    if type(placeholder) is not Dtype or placeholder.value is None:
+        raise ValueError(f"a numpy value of a {type(placeholder).__name__}, and no dtype")
+    return placeholder.value
 
 
 def scalar(dtype: Any, data: Any = b"") -> Any:
@@ -103,7 +103,7 @@ def value_of(part: Any) -> Any:
     """Return the value that a stand-in stands for; anything else as it is."""
     if type(part) is Name or (type(part) in (Array, Dtype) and part.value is None):
         raise ValueError("a numpy array or dtype without values")
-    if any(part is stand_in for stand_in in stand_ins()):
+    if any(part is placeholder for placeholder in placeholders()):
         raise ValueError(f"{part.__module__}.{part.__name__} itself, and no value of it ({HOW})")
     return part.value if type(part) in (Array, Dtype) else part
 
@@ -115,7 +115,7 @@ def named(kind: Any, module: str, name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def stand_ins() -> list[Any]:
+def placeholders() -> list[Any]:
     kinds = [named(Dtype, "numpy", "dtype"), named(Name, "numpy", "ndarray"), Array]
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
 

@@ -45,7 +45,7 @@ def united(groups_by_rank: Mapping[int, Sequence[Group]]) -> list[dict[str, Any]
             for fqn in group[PARAMS]:
                 first, known = places.setdefault(fqn, (rank, place))
                 if known != place:
-                    texts = spelled(differing(options, options_of(merged[known])))
+                    texts = options_text(differing(options, options_of(merged[known])))
                     raise CheckpointingException(
                         f"{fqn} has other options on rank {rank} than on rank {first}: {texts}"
                     )
@@ -73,7 +73,7 @@ def is_same(value: Any, other: Any) -> bool:
     return value is other or bool(value == other)
 
 
-def spelled(values: Mapping[str, tuple[Any, Any]]) -> str:
+def options_text(values: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name}={value!r:.60} and {other!r:.60}" for name, (value, other) in values.items())
 
 
@@ -98,8 +98,8 @@ def check(saved: Sequence[Group], current: Sequence[Group]) -> None:
             if values:
                 raise CheckpointingException(
                     f"param group {number} has parameters that were saved in groups {places[0]} and {other}, "
-                    f"with different options: {spelled(values)}; make the groups as they were saved, or load "
-                    "without the optimizer"
+                    f"with different options: {options_text(values)}; make the groups as they were saved, or "
+                    "load without the optimizer"
                 )
     for place, numbers in parts.items():
         split: dict[str, tuple[Any, Any]] = {}
@@ -112,7 +112,7 @@ def check(saved: Sequence[Group], current: Sequence[Group]) -> None:
                 "gets those that were saved, %s",
                 place,
                 ", ".join(map(str, numbers)),
-                spelled(split),
+                options_text(split),
                 taken,
             )
 

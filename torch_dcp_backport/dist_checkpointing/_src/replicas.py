@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Union
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src.body import Words
-from torch_dcp_backport.dist_checkpointing._src.table import Alike, Cells, Outline, packed_rows, spelled
+from torch_dcp_backport.dist_checkpointing._src.table import Alike, Cells, Outline, box_text, packed_rows
 from torch_dcp_backport.transfer import Problem, as_bytes, spell
 
 #: Bytes of a tensor that are looked at together.
@@ -50,7 +50,7 @@ def replicas_in(cells: Cells) -> list[tuple[int, Replica]]:
             rows = {held.rank: held.number for held in reversed(holders)}
             if len(rows) > 1 and box.numel:
                 number = numbers.setdefault(frozenset(rows), len(numbers))
-                replicas.append((number, Replica(key, spelled(box), rows)))
+                replicas.append((number, Replica(key, box_text(box), rows)))
     return replicas
 
 

@@ -43,9 +43,9 @@ from torch_dcp_backport.dist_checkpointing._src.table import (
     Outline,
     RowTable,
     alike_of,
+    box_text,
     cells_of,
     findings_of,
-    spelled,
     table_of,
     unwritable,
 )
@@ -270,7 +270,7 @@ class Save:
     def plan(self, call: Call) -> None:
         """Agree on each rank's share, and make the folder no checkpoint. Collective.
 
-        A problem of this rank that comes up after that is in the call, for the next meeting.
+        A problem of this rank that comes up after that is in the call, for the next agreement.
 
         Raises:
             CheckpointingException: the same on every rank. Until the first rank has removed the old marker
@@ -344,7 +344,7 @@ class Save:
                 )
             first = call.rank
             return {
-                rank: common.told(rank, values, first, values_by_rank[first])
+                rank: common.mismatch_line(rank, values, first, values_by_rank[first])
                 for rank, values in values_by_rank.items()
             }
 
@@ -670,12 +670,14 @@ def bytes_of(value: Any, must_load: bool, name: str) -> bytes:
     return data
 
 
-def tables_of(heard: Mapping[int, SentTable]) -> dict[int, RowTable]:
+def tables_of(tables_by_rank: Mapping[int, SentTable]) -> dict[int, RowTable]:
     """Return the tables of all ranks, of which some have sent their outlines, and the others the digests."""
-    outlines = {outline.digest: outline for outline, *_ in heard.values() if isinstance(outline, Outline)}
+    outlines = {
+        outline.digest: outline for outline, *_ in tables_by_rank.values() if isinstance(outline, Outline)
+    }
     return {
         rank: table_of(outline if isinstance(outline, Outline) else outlines[outline], forms, objects)
-        for rank, (outline, forms, objects, _) in heard.items()
+        for rank, (outline, forms, objects, _) in tables_by_rank.items()
     }
 
 
@@ -690,7 +692,7 @@ def clashes(plan: Plan) -> Findings:
                 first, box = known.setdefault(own.offset, (rank, own))
                 if box != own:
                     what = "different boxes that begin at one place"
-                    got, expected = spelled(own), f"{spelled(box)} as rank {first}"
+                    got, expected = box_text(own), f"{box_text(box)} as rank {first}"
                     findings += [(rank, Problem(what, key, got, expected)) for key in kind.keys]
     return findings
 

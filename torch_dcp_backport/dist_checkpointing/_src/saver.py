@@ -146,16 +146,16 @@ class _Counted:
     def __init__(self, moved: Callable[[int], None], stop: Stop) -> None:
         self._moved = moved
         self.stop = stop
-        self._told = self._again = 0
+        self._reported = self._again = 0
 
     def begin_again(self) -> None:
-        self._again = self._told
+        self._again = self._reported
 
     def add(self, nbytes: int) -> None:
         self.stop.check()
         new = max(nbytes - self._again, 0)
         self._again -= nbytes - new
-        self._told += new
+        self._reported += new
         if new:
             self._moved(new)
 

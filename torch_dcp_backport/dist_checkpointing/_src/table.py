@@ -424,7 +424,7 @@ def _findings_of_all(tables: Mapping[int, RowTable]) -> Findings:
 def unwritable(tables: Mapping[int, RowTable]) -> Findings:
     """Return findings of rows that no checkpoint can hold, also where nothing else is checked."""
     return disagreements(tables) or [
-        (rank, Problem("a box outside the global tensor", row.key, spelled(row.box), f"shape {row.shape}"))
+        (rank, Problem("a box outside the global tensor", row.key, box_text(row.box), f"shape {row.shape}"))
         for rank, table in tables.items()
         for row in table.tensors
         if is_outside(row)
@@ -461,7 +461,7 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
         main = [held for held in holders if held.row.is_main]
         ranks = [held.rank for held in main]
         if len(main) > 1 and 0 not in shape:
-            what = f"{len(main)} main replicas of {spelled(box)}"
+            what = f"{len(main)} main replicas of {box_text(box)}"
             findings.append((ranks[-1], Problem(what, key, f"replica_id 0 on ranks {ranks}", "one")))
         if main:
             mains[box] = ranks[0]
@@ -471,7 +471,7 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
     pair = overlapping(mains)
     if pair is not None:
         box, other = pair
-        what = f"boxes overlap: {spelled(other)} and {spelled(box)} of rank {mains[box]}"
+        what = f"boxes overlap: {box_text(other)} and {box_text(box)} of rank {mains[box]}"
         return [(mains[other], Problem(what, key))]
     total = sum(box.numel for box in mains)
     if total == limits.numel and mains:
@@ -480,7 +480,7 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
     if lonely:
         held = lonely[0]
         got = "no rank has replica_id 0"
-        return [(held.rank, Problem(f"no main replica of {spelled(held.row.box)}", key, got, "one"))]
+        return [(held.rank, Problem(f"no main replica of {box_text(held.row.box)}", key, got, "one"))]
     rank = next(iter(mains.values()), 0)
     what = f"no rank has all of shape {shape}"
     return [(rank, Problem(what, key, f"{total} elements", f"{limits.numel} elements"))]
@@ -512,7 +512,7 @@ def _findings_of_objects(tables: Mapping[int, RowTable]) -> Findings:
     return findings
 
 
-def spelled(box: Box) -> str:
+def box_text(box: Box) -> str:
     """Return a box as an index: [0:4, 8:16]."""
     spans = (f"{start}:{start + extent}" for start, extent in zip(box.offset, box.size))
     return f"[{', '.join(spans)}]"

@@ -322,7 +322,7 @@ def safe_classes() -> tuple[Any, ...]:
     # Empty bytes are made by their class.
     kinds += [Counter, bytes]
     numpys = _numpys()
-    return tuple(kinds) if numpys is None else (*kinds, *numpys.stand_ins())
+    return tuple(kinds) if numpys is None else (*kinds, *numpys.placeholders())
 
 
 @functools.lru_cache(maxsize=1)
@@ -334,7 +334,7 @@ def _numpys() -> Any:
         return None
 
 
-def without_stand_ins(value: Any) -> Any:
+def without_placeholders(value: Any) -> Any:
     """Return a loaded value with numpy's values for their stand-ins; containers are changed in place."""
     numpys = _numpys()
     return value if numpys is None else _in_place(value, numpys.value_of, {})
@@ -496,7 +496,7 @@ def loads(data: bytes, trust: bool = False) -> Any:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
         screen(data)
-        return without_stand_ins(compat.load_values(file, safe))
+        return without_placeholders(compat.load_values(file, safe))
     except unpickle.Refused as error:
         raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
     except Exception as error:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
-from torch_dcp_backport.dist_checkpointing._src.calls import begin, told_to, world_size
+from torch_dcp_backport.dist_checkpointing._src.calls import as_problems_of, begin, world_size
 from torch_dcp_backport.dist_checkpointing._src.options import CANNOT_SAVE
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
@@ -116,7 +116,7 @@ class FullyParallelSaveStrategyWrapper:
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Set the replica ids of a state dict's tensors, in place. Collective."""
-        share_out = told_to(None, self.parallelization_group, self._shared_out)
+        share_out = as_problems_of(None, self.parallelization_group, self._shared_out)
         with begin(CANNOT_SAVE, "save") as call:
             distribution = call.attempt(share_out, sharded_state_dict)
             # Before what is collective among all, for a rank that failed does not come there.
@@ -206,7 +206,7 @@ class FullyParallelLoadStrategyWrapper:
             alone: StateDict = self.base_strategy.load(sharded_state_dict, checkpoint_dir, *options, **more)
             return alone
         with begin(CANNOT_LOAD, "load", everyone) as call:
-            loaded = call.attempt(told_to(everyone, group, self._loaded), sharded_state_dict, read)
+            loaded = call.attempt(as_problems_of(everyone, group, self._loaded), sharded_state_dict, read)
             if self.per_rank_object_load:
                 call.barrier(READING, so_far=DOUBTFUL)
                 objects = loaded.value.objects
