@@ -41,6 +41,7 @@ OWN_WORDS = {
 IN_WORDS_OF_THE_FIELD = (
     "activation",
     "dcp",
+    "dist_checkpointing",
     "engine",
     "hf",
     "megatron",

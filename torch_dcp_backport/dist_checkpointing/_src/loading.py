@@ -335,7 +335,7 @@ def agree_on_load(call: Call, made: Attempt[Loading], common: Union[Common, Atte
     with call.guard() as own:
         own.set(made.value.described())
     missing, unfolded = call.gather_object(
-        "planning", own, lambda heard: made.value.decided(heard), must_agree=common
+        "planning", own, lambda gathered: made.value.decided(gathered), must_agree=common
     )
     loading = made.value
     loading.unfold(unfolded)
