@@ -466,6 +466,31 @@ def test_a_stage_without_an_optimizer(ranks, tmp_path: Path, trains: int, kind: 
     assert not list(tmp_path.iterdir())
 
 
+def stepped_apart(api: Any, folder: Path, grid: tuple[int, int, int]) -> str:
+    """Ranks whose optimizers have made another number of steps."""
+    rank = dist.get_rank()
+    chunk = Chunk(Grid(*grid), range(2 * rank, 2 * rank + 2) if grid[0] == 2 else range(2))
+    optimizer = torch.optim.AdamW(chunk.parameters())
+    for parameter in chunk.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(1 + 2 * rank):
+        optimizer.step()
+    manager = MegatronCheckpointManager(model=chunk, optimizer=optimizer, parallel_state=Grid(*grid))
+    with pytest.raises(CheckpointingException) as raised:
+        manager.save_checkpoint(folder, global_step=1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 1, 2)])
+def test_steps_that_differ_between_ranks_are_refused(
+    ranks, tmp_path: Path, grid: tuple[int, int, int]
+) -> None:
+    """One for all is saved: the other ranks' would come back as the first one's."""
+    (said,) = set(ranks(stepped_apart, tmp_path / "global_step_1", grid, world=2))
+    assert "the optimizer's step is 1.0 on rank 0, and 3.0 on rank 1: one for all is saved" in said
+    assert not list(tmp_path.iterdir())
+
+
 class Configuration:
     """A configuration of transformers, as far as a manager looks at it; of a model that this one is not."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from torch_dcp_backport.dist_checkpointing._src import load
 from torch_dcp_backport.dist_checkpointing.training_state import load_training_state, save_training_state
 from torch_dcp_backport.dist_checkpointing.validation import determine_global_metadata
 from torch_dcp_backport.transfer._src import object_collectives, wire
@@ -54,6 +56,13 @@ def merged(parts: Any) -> Any:
 
 def factory(merge: Callable[..., Any], build: Callable[..., Any] = built) -> ShardedTensorFactory:
     return ShardedTensorFactory("w", torch.zeros(2, 3), build, merge)
+
+
+def load_unopened(room: Any, folder: str, bad: bool, **options: Any) -> None:
+    """A load for which a rank cannot open what the first rank sent."""
+    error = {"side_effect": MemoryError("no room")} if bad else {"wraps": load.opened}
+    with mock.patch.object(load, "opened", **error):
+        room.load({"w": rows()}, folder, **options)
 
 
 class Strange:
@@ -118,6 +127,11 @@ CASES = {
     "a factory that does not merge": Case(
         lambda room, folder, bad: room.load({"w": factory(failing if bad else merged)}, folder),
         "do not use what was being loaded.\n  rank 1: RuntimeError: no such part",
+    ),
+    "a checkpoint that cannot be opened": Case(load_unopened, "rank 1: MemoryError: no room"),
+    "a checkpoint that cannot be opened, with its checksums": Case(
+        lambda room, folder, bad: load_unopened(room, folder, bad, verify_integrity=True),
+        "rank 1: MemoryError: no room",
     ),
     "parts that cannot be gathered": Case(
         lambda room, folder, bad: determine_global_metadata({"w": (rows(),) if bad else rows()}),

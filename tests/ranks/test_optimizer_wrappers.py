@@ -27,6 +27,13 @@ class Counting(torch.optim.SGD):
         super().load_state_dict({key: value for key, value in state.items() if key != "steps"})
 
 
+class ByPlace(torch.optim.SGD):
+    """Its `load_state_dict` takes its argument by place alone."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:  # type: ignore[override]
+        super().load_state_dict(dict(state_dict))
+
+
 class Unknown(torch.optim.Optimizer):
     """Its first step makes states of many kinds."""
 
@@ -80,12 +87,15 @@ def test_tuples_and_texts_in_states_come_back_as_they_were(api: Any, way: str) -
         assert frozen(fresh.state[param]) == frozen({"momentum": torch.ones_like(param), **Unknown.STATES})
 
 
+@pytest.mark.parametrize("kind", [Counting, ByPlace])
 @pytest.mark.parametrize("way", ["sharded", "flat", "full", "rank0-flat"])
 @on_ranks(world=2)
-def test_load_state_dict_may_name_its_argument_as_it_likes(api: Any, way: str) -> None:
-    model, optim = stepped(Counting)
+def test_load_state_dict_may_name_its_argument_as_it_likes(
+    api: Any, kind: type[torch.optim.Optimizer], way: str
+) -> None:
+    model, optim = stepped(kind)
     state = saved(api, model, optim, way)
-    other, fresh = fresh_of(Counting)
+    other, fresh = fresh_of(kind)
     load(api, other, fresh, state, way)
     assert torch.equal(fresh.state[other.weight]["momentum_buffer"], torch.ones(2, 2))
 

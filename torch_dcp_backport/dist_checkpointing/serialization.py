@@ -354,12 +354,15 @@ def _loading(
             checkpoint = call.attempt(lambda own: own, opened)
         if options.verify_integrity:
             digests = read_digests(call, folder.value)
-            check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
+            with call.guard():
+                check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
         with call.guard() as asked:
             load = LoadUnderWay(checkpoint, asked)
             yield load
-        with OpenFiles(checkpoint.value.folder) as files:
+        with contextlib.ExitStack() as held:
+            # A rank that could not open the checkpoint comes to "planning", where the others wait.
             with call.guard() as own:
+                files = held.enter_context(OpenFiles(checkpoint.value.folder))
                 own.set(Loading(call, checkpoint.value, files, split(asked.value), mode, options))
             if mode is StrictHandling.ASSUME_OK_UNEXPECTED:
                 call.kind = PlanRefused

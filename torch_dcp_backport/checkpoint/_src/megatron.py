@@ -174,8 +174,8 @@ class MegatronCheckpointManager(ShardedManager):
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             made = call.attempt(self.generate_state_dict, self.checkpoint_save_contents)
             own = call.attempt(optimizer_values, made)
-            plain = call.attempt(lambda values: (values.kind, values.groups), own)
-            are_alike, schedule = self.agree_on_save(call, folder, plain)
+            compared = call.attempt(OptimizerValues.compared, own)
+            are_alike, schedule = self.agree_on_save(call, folder, compared)
             state = made.value
             if not are_alike:
                 # Every rank takes part, also one without an optimizer: the first rank alone saves these
@@ -412,6 +412,10 @@ class OptimizerValues(NamedTuple):
     groups: Sequence[Options] = ()
     scalars: Mapping[str, Any] = {}
 
+    def compared(self) -> tuple[str, Sequence[Options], dict[str, Any]]:
+        """Return the values that ranks compare."""
+        return self.kind, self.groups, {name: plain(value) for name, value in self.scalars.items()}
+
 
 def optimizer_values(state: Mapping[str, Any]) -> OptimizerValues:
     """Return the values of the optimizer in a state dict of `generate_state_dict`."""
@@ -427,8 +431,8 @@ def values_together(values_by_rank: Mapping[int, OptimizerValues]) -> dict[str, 
     """Return the common values of the optimizers of all ranks, some of which may have none.
 
     Raises:
-        CheckpointingException: ranks have the same parameter with different options, or optimizers whose
-            common values cannot be put together.
+        CheckpointingException: ranks have the same parameter with different options, another value for all
+            parameters, or optimizers whose common values cannot be put together.
     """
     rank_by_kind: dict[str, int] = {}
     for rank, values in sorted(values_by_rank.items()):
@@ -448,8 +452,15 @@ def values_together(values_by_rank: Mapping[int, OptimizerValues]) -> dict[str, 
             )
         return {}
     scalars: dict[str, Any] = {}
-    for _, values in sorted(values_by_rank.items()):
-        scalars = {**values.scalars, **scalars}
+    rank_by_name: dict[str, int] = {}
+    for rank, values in sorted(values_by_rank.items()):
+        for name, value in values.scalars.items():
+            first = rank_by_name.setdefault(name, rank)
+            if plain(scalars.setdefault(name, value)) != plain(value):
+                raise CheckpointingException(
+                    f"the optimizer's {name} is {plain(scalars[name])} on rank {first}, and {plain(value)} "
+                    f"on rank {rank}: one for all is saved"
+                )
     groups = {rank: values.groups for rank, values in values_by_rank.items()}
     return {NAMED: param_groups.united(groups), SCALARS: scalars}
 

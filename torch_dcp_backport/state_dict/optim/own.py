@@ -59,7 +59,9 @@ def call_load(load: Callable[..., Any], state_dict: Mapping[str, Any]) -> None:
     with contextlib.suppress(TypeError, ValueError):
         arguments = list(inspect.signature(load).parameters.values())
     is_named = not arguments or any(
-        argument.name == "state_dict" or argument.kind is argument.VAR_KEYWORD for argument in arguments
+        (argument.name == "state_dict" and argument.kind is not argument.POSITIONAL_ONLY)
+        or argument.kind is argument.VAR_KEYWORD
+        for argument in arguments
     )
     if is_named:
         load(state_dict=state_dict)
