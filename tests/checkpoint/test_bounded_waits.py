@@ -133,6 +133,10 @@ def is_there(pid: int) -> bool:
     return True
 
 
+def held_below(folder: Path) -> list[str]:
+    return [path for path, _ in list(disk._own.values()) if path.startswith(str(folder))]
+
+
 @on_ranks(world=0)
 def test_an_abandoned_process_is_ended_and_its_draft_goes(api: Any, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, config={"async_save": True}, save_timeout=SHORT)
@@ -141,13 +145,11 @@ def test_an_abandoned_process_is_ended_and_its_draft_goes(api: Any, tmp_path: Pa
         with pytest.raises(CheckpointingException, match="not written within"):
             trainer.handler.finish()
     assert pids
-    # The thread takes its status once it has heard of its end.
+    # The thread takes its status once it has heard of its end; the draft may go after that.
     until = time.monotonic() + 10 * patience.factor()
-    while any(map(is_there, pids)):
+    while any(map(is_there, pids)) or list(tmp_path.iterdir()) or held_below(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert not list(tmp_path.iterdir())
-    assert not [path for path, _ in disk._own.values() if path.startswith(str(tmp_path))]
 
 
 @on_ranks(world=0)
