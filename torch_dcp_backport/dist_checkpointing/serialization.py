@@ -354,8 +354,7 @@ def _loading(
             checkpoint = call.attempt(lambda own: own, opened)
         if options.verify_integrity:
             digests = read_digests(call, folder.value)
-            with call.guard():
-                check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
+            check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
         with call.guard() as asked:
             load = LoadUnderWay(checkpoint, asked)
             yield load
